@@ -5,7 +5,6 @@ about weights, and the values of each step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ class ReportingOptimizer(EngineOptimizer):
     attention: AttentionLogits
     reports: Reports
     _run: RunState
-    _engine: Callable[[], Any]
 
     def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:
         """Record the largest attention logits of each head in a forward pass; see
@@ -59,7 +57,7 @@ class ReportingOptimizer(EngineOptimizer):
         """Return the last value of everything that DeepSpeed's monitor gets, by name, on every
         rank; see docs/training.md.
         """
-        return self.reports.last(self._engine())
+        return self.reports.last()
 
     def _warn_of_zeros(self) -> None:
         """Warn of all-zero matrices under a hook that keeps each matrix at its own norm. Every rank
@@ -161,7 +159,7 @@ class ReportingOptimizer(EngineOptimizer):
             parts.append(f"in no parameter group, so not trained here: {names}")
         parts.append(self.attention.summary())
         if run.config.overlap_param_gather:
-            parts.append(timer_told(self._engine().tput_timer.config, run.device))
+            parts.append(timer_told(run.engine().tput_timer.config, run.device))
         return "\n".join(part for part in parts if part)
 
 

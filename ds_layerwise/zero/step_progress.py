@@ -183,11 +183,14 @@ def is_managed(engine: Any) -> bool:
     return bool(engine.managed_gradient_accumulation())
 
 
-@lru_cache(maxsize=None)
-def warn_once(message: str) -> None:
-    """Warn on rank 0, once per process."""
+def warn(message: str) -> None:
+    """Warn on rank 0."""
     if comm.rank_of(None) == 0:
         logger.warning(f"ds_layerwise: {message}")
+
+
+#: :func:`warn`, once per process.
+warn_once = lru_cache(maxsize=None)(warn)
 
 
 class Interrupted(Attempt):

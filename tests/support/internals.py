@@ -194,9 +194,14 @@ def access(engine: Any) -> Any:
     return engine.optimizer._access
 
 
-def plain_rules(engine: Any) -> dict[str, Any]:
-    """Return by parameter the plain rule that the first update is compared with."""
-    return first_step(engine)._plain
+def replace_plain_update(engine: Any, name: str, update: Any, monkeypatch: Any) -> None:
+    """Let ``update`` compute what the first update of parameter ``name`` is compared with."""
+    check = first_step(engine)
+    real = check._update_plainly
+
+    def chosen(of: str, *args: Any) -> None:
+        (update if of == name else real)(of, *args)
+    monkeypatch.setattr(check, "_update_plainly", chosen)
 
 
 def gathers_under_way(engine: Any) -> dict[int, Any]:

@@ -143,7 +143,7 @@ def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **op
     optimizer = engine.optimizer
     with optimizer.progress.state.engine_steps():
         result = original(*args, **options)
-    optimizer.reports.write(engine)
+    optimizer.reports.write()
     return result
 
 

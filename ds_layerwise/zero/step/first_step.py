@@ -6,8 +6,9 @@ Note: what is compared
       backward passes left on each rank. They are compared parameter by parameter and element by
       element; the tolerance is the rounding error of sums with as many summands in the dtype on the
       wire. The norm of these averages gives the factor for gradients, which is compared too.
-    * Masters, and states stored in float32, after the update, with those of
-      :class:`PlainStep` on the whole parameter, from the same averages. A rank
+    * Masters, and states stored in float32, after the update, with those of a single process that
+      updates the whole parameter from the same averages: no buffers, no ranks, no batching. It
+      shares the rule with training, and the views in which the rule sees the parameter. A rank
       other than the owner computes these for each parameter, with its own settings.
     * The weights of every rank with the masters, exactly.
 
@@ -25,21 +26,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec, UpdateError
+from ds_layerwise.optimizers.recipe import Hyper, Site, State, UpdateError
 from ds_layerwise.output import announce
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 from ds_layerwise.ranks.owned.owned import MASTER
-from ds_layerwise.routing.routes import Route
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.update import Step, StepObserver
+from ds_layerwise.zero.step_progress import warn
 
 #: The bound of rounding errors. Those of a sum of n summands grow about like the root of n; this
 #: many times that is no rounding error.
@@ -57,56 +57,6 @@ _ROUNDING = 8 * 2.0**-24
 
 #: A difference in a parameter: the parameter's number in the model, and a text.
 _Difference = tuple[int, str]
-
-
-class PlainStep:
-    """The update of the whole parameter of ``route`` as a single process would make it: no buffers,
-    no ranks, no batching.
-
-    It shares two things with training: the rule, and the views in which the rule sees the
-    parameter.
-
-    Args:
-        numel: its elements.
-        fast_dtypes: see :attr:`.Site.fast_dtypes`.
-    """
-
-    def __init__(self, route: Route, numel: int, *, fast_dtypes: frozenset[torch.dtype]) -> None:
-        self._route = route
-        self._site = Site(fast_dtypes)
-        self._shape = route.matrix_shape or (numel,)
-        self.states: Mapping[str, StateSpec] = route.states(numel)
-        """The states of the whole parameter, by name."""
-
-    def is_like_the_parameter(self, key: str) -> bool:
-        """Tell whether a state has one element per element of the parameter, in the same order."""
-        return self.states[key].shape == self._shape
-
-    def update_(
-        self, master: Tensor, grad: Tensor, state: State, param_group: Mapping[str, Any]
-    ) -> None:
-        """Update ``master``, 1-D, and ``state`` in place with ``grad``, which has as many elements
-        and is only read.
-        """
-        hyper = Hyper(**self._route.hyper(param_group))
-        for seen in self._route.views(master.view(self._shape), grad.view(self._shape), state):
-            copy = seen.copy()
-            self._route.recipe.update_([copy.param], [copy.grad], [copy.state], hyper, self._site)
-            seen.take_back(copy)
-
-    def most(self, key: str, before: Tensor, expected: Tensor) -> float:
-        """Return the tolerance for an element of the weights, or of the state ``key``, that was
-        ``before`` and should be ``expected``.
-        """
-        if not expected.numel():
-            return 0.0
-        products = self._route.recipe.products_in(self._site.fast_dtypes)
-        in_half = products not in (None, torch.float32) and key not in _EXACT
-        wide = widest_float()
-        change = float((expected.to(wide) - before.to(wide)).abs().max())
-        size = float(expected.abs().max())
-        bound = (_TOLERANCE_IN_HALF if in_half else _TOLERANCE) * change + _ROUNDING * size
-        return bound if math.isfinite(bound) else math.inf
 
 
 @dataclass
@@ -138,12 +88,10 @@ class FirstStep(StepObserver):
         self._run = run
         self._owned = run.owned
         self._specs = run.planned.specs
-        self._plain: dict[str, PlainStep] = {}
-        for spec in self._specs:
-            route = run.planned.routes[spec.name]
-            self._plain[spec.name] = PlainStep(route, spec.numel, fast_dtypes=run.products.dtypes)
-        # The masters and states that this rank has computed, by parameter, each with its tolerance.
-        self._expected: dict[str, dict[str, tuple[Tensor, float]]] = {}
+        self._routes = run.planned.routes
+        self._states = {spec.name: self._routes[spec.name].states(spec.numel) for spec in self._specs}
+        """The states of whole parameters, by name."""
+        self._site = Site(run.products.dtypes)
         self._compares = False
         self.restart()
 
@@ -153,8 +101,10 @@ class FirstStep(StepObserver):
         self.forget()
 
     def forget(self) -> None:
-        """Forget the gradients of the current step."""
+        """Forget the gradients of the current step, and what follows from them."""
         self._kept: dict[str, _Local] = {}
+        # The masters and states that this rank has computed, by parameter, each with its tolerance.
+        self._expected: dict[str, dict[str, tuple[Tensor, float]]] = {}
 
     @torch.no_grad()
     def saw_gradient(self, name: str, gradient: Tensor) -> None:
@@ -196,10 +146,10 @@ class FirstStep(StepObserver):
     def _is_by_hand(self) -> bool:
         """Tell whether gradients of this step come from something other than backward passes."""
         by_hand = any(comm.gather_objects(self._run.grad_sync.by_hand, group=None))
-        if by_hand and comm.rank_of(None) == 0:
-            logger.warning(
-                "ds_layerwise: layerwise.verify_first_step waits for the next step: gradients of "
-                "this one were set by hand"
+        if by_hand:
+            warn(
+                "layerwise.verify_first_step waits for the next step: gradients of this one were "
+                "set by hand"
             )
         return by_hand
 
@@ -321,7 +271,6 @@ class FirstStep(StepObserver):
         Raises:
             StepError: its rule refuses; names the rule.
         """
-        plain = self._plain[name]
         masters = held[MASTER]
         if weights.dtype != torch.float32:
             # Weights that a script has written count.
@@ -336,17 +285,50 @@ class FirstStep(StepObserver):
         if name not in decision.frozen:
             decision.rescale_({name: grad})
             try:
-                plain.update_(masters, grad, states, groups[self._run.planned.routes[name].group])
+                self._update_plainly(name, masters, grad, states, groups)
             except UpdateError as error:
                 raise StepError(f"{name}: {error}") from error
         if name in step.scaled:
             step.scaled[name].scale_(masters, 0)
         # A state stored in fewer bits was rounded since.
         self._expected[name] = {
-            key: (value, plain.most(key, before[key], value))
+            key: (value, self._most(name, key, before[key], value))
             for key, value in held.items()
-            if key == MASTER or plain.states[key].kept_as is None
+            if key == MASTER or self._states[name][key].kept_as is None
         }
+
+    def _update_plainly(
+        self,
+        name: str,
+        master: Tensor,
+        grad: Tensor,
+        state: State,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Update ``master``, 1-D, and ``state`` of a whole parameter in place with ``grad``, which
+        is only read.
+        """
+        route = self._routes[name]
+        shape = route.matrix_shape or master.shape
+        hyper = Hyper(**route.hyper(groups[route.group]))
+        for seen in route.views(master.view(shape), grad.view(shape), state):
+            copy = seen.copy()
+            route.recipe.update_([copy.param], [copy.grad], [copy.state], hyper, self._site)
+            seen.take_back(copy)
+
+    def _most(self, name: str, key: str, before: Tensor, expected: Tensor) -> float:
+        """Return the tolerance for an element of the weights, or of the state ``key``, that was
+        ``before`` and should be ``expected``.
+        """
+        if not expected.numel():
+            return 0.0
+        products = self._routes[name].recipe.products_in(self._site.fast_dtypes)
+        in_half = products not in (None, torch.float32) and key not in _EXACT
+        wide = widest_float()
+        change = float((expected.to(wide) - before.to(wide)).abs().max())
+        size = float(expected.abs().max())
+        bound = (_TOLERANCE_IN_HALF if in_half else _TOLERANCE) * change + _ROUNDING * size
+        return bound if math.isfinite(bound) else math.inf
 
     # --- after it
 
@@ -360,14 +342,14 @@ class FirstStep(StepObserver):
             return
         self._run.param_sync.finish()
         if any(comm.gather_objects(step.failed, group=None)):
-            self._expected.clear()
+            self.forget()
             return
         different = []
         for index, spec in enumerate(self._specs):
             if text := self._difference(spec.name):
                 different.append((index, f"{spec.name}: {text}"))
         self.looks = False
-        self._expected.clear()
+        self.forget()
         self._raise_first(different, "the update was made, so continue from a checkpoint")
         if comm.rank_of(None) == 0:
             announce(
@@ -380,10 +362,10 @@ class FirstStep(StepObserver):
         weights = self._run.places.whole(name)
         if text := _first_difference(weights, held[MASTER].to(weights.dtype), None):
             return f"weights: {text}, according to the float32 master of its owner"
-        for key, (value, bound) in self._expected.pop(name, {}).items():
+        for key, (value, bound) in self._expected.get(name, {}).items():
             bounds = torch.full((value.numel(),), bound, dtype=widest_float(), device=value.device)
             if text := _first_difference(held[key].reshape(-1), value.reshape(-1), bounds):
-                rule = self._run.planned.routes[name].recipe.rule
+                rule = self._routes[name].recipe.rule
                 what = "weights" if key == MASTER else key
                 return (
                     f"{what} after the update: {text}, according to {rule} on the whole parameter "
@@ -398,11 +380,12 @@ class FirstStep(StepObserver):
         group.
         """
         run = self._run
-        plain = self._plain[name]
         piece = run.pieces.get(name)
+        route = self._routes[name]
+        like_it = route.matrix_shape or (math.prod(run.shapes[name]),)
         held = {}
-        for key, state in plain.states.items():
-            if not run.planned.routes[name].whole and plain.is_like_the_parameter(key):
+        for key, state in self._states[name].items():
+            if not route.whole and state.shape == like_it:
                 held[key] = run.whole(name, partial(self._owned.value, key=key))
                 continue
             dtype: torch.dtype = getattr(torch, state.dtype)
@@ -424,7 +407,6 @@ class FirstStep(StepObserver):
         everyone = comm.gather_objects(min(different, default=None), group=None)
         found = [(*first, rank) for rank, first in enumerate(everyone) if first is not None]
         if found:
-            self._expected.clear()
             _, text, rank = min(found)
             raise StepError(
                 f"the first step differs from that of a single process: {text} (found by rank "

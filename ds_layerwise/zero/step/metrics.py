@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,45 +18,84 @@ from ds_layerwise.optimizers.recipe import State
 from ds_layerwise.ranks.comm.step_agreement import Agreement
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.setup.param_groups import RATIOS
 from ds_layerwise.zero.step.update import Step, StepObserver
 
 #: The prefix of the engine's own values, such as ``Train/Samples/lr``.
 _LABEL = "Train/Samples/"
 
-#: The ratios that a recipe reads, each with the key of ``optimizer.params`` that sets it.
-_RATES = {"matrix_lr_ratio": "muon_lr", "scalar_lr_ratio": "adam_lr"}
-
 #: The states that may hold a rule's momentum. The first one that the rule has is used.
 _MOMENTA = ("momentum_buffer", "exp_avg")
 
 
-class UpdateStats:
-    """The sums of squares of one update, by rule, over the ranks of a model.
+class Reports(StepObserver):
+    """Keeps the values of the last step, the same on every rank, and passes them to the monitor of
+    rank 0.
 
-    Args:
-        rules: the names of all rules of the model, the same on every rank.
+    Statistics of an update are sums of squares, by rule, over the ranks of a model.
     """
 
-    def __init__(self, rules: Collection[str], run: RunState, agreement: Agreement) -> None:
-        self._rules = sorted(rules)
+    def __init__(self, run: RunState, agreement: Agreement) -> None:
+        self._run = run
         self._monitor = run.config.monitor
-        self._elsewhere = run.planned.counted_elsewhere
         self._agreement = agreement
-        self._device = run.device
-        self.restart()
+        # The first group with a recipe that reads a ratio, by the ratio's key.
+        self._groups: dict[str, int] = {}
+        rules = set()
+        for route in {**run.planned.routes_elsewhere, **run.planned.routes}.values():
+            rules.add(route.recipe.rule)
+            key = route.recipe.lr_ratio
+            self._groups[key] = min(route.group, self._groups.get(key, route.group))
+        # The sums of squares and the numbers of elements, the same keys on every rank.
+        self._keys = list(product(("update", "momentum"), sorted(rules)))
+        self._earlier: dict[str, float] = {}
+        self._fresh: dict[str, float] = {}
 
-    def restart(self) -> None:
-        """Reset the sums."""
-        # The sums of squares, and the numbers of elements, of changes and of momenta.
-        self._squares: dict[tuple[str, str], list[Tensor]] = {}
-        self._numels: Counter[tuple[str, str]] = Counter()
+    def before_update(self, step: Step) -> None:
+        """Record the decision of the ranks. Other observers add to the step's values later."""
+        self._earlier |= self._fresh
+        self._fresh = step.values
+        decision = step.decision
+        if decision.norm is not None:
+            step.values["grad_norm"] = decision.norm
+        for key, norm in decision.norms.items():
+            step.values[f"grad_norm_{key}"] = norm
+        if decision.zeros is not None:
+            step.values["num_zeros_in_grad"] = decision.zeros
+        if self._watches(step):
+            self._squares: dict[tuple[str, str], list[Tensor]] = {}
+            self._numels: Counter[tuple[str, str]] = Counter()
+            step.around = self._around
+
+    def after_update(self, step: Step) -> None:
+        """Add the statistics of the update. No rank gets any if the update failed on one."""
+        if not self._watches(step):
+            return
+        device = self._run.device
+        none = torch.zeros((), dtype=widest_float(), device=device)
+        # Fill on the device: a copy would make the host wait for it.
+        sums = [torch.full_like(none, step.failed)]
+        for key in self._keys:
+            squares = self._squares.get(key)
+            sums.append(torch.stack(squares).sum() if squares else none)
+            sums.append(torch.full_like(none, self._numels[key]))
+        any_failed, *rest = self._agreement.sum_over_everyone(torch.stack(sums)).tolist()
+        for (kind, rule), square, numel in zip(self._keys, rest[::2], rest[1::2], strict=True):
+            if numel and not any_failed:
+                is_update = kind == "update"
+                name = f"update_rms_{rule}" if is_update else f"momentum_norm_{rule}"
+                step.values[name] = math.sqrt(square / numel if is_update else square)
+
+    def _watches(self, step: Step) -> bool:
+        return self._monitor.asks and step.number % self._monitor.every == 0
 
     @contextmanager
-    def around(
+    def _around(
         self, rule: str, names: Sequence[str], params: Sequence[Tensor], states: Sequence[State]
     ) -> Iterator[None]:
         """Enclose an update by the rule of that name, and add it to the sums."""
-        counted = [i for i, name in enumerate(names) if name not in self._elsewhere]
+        elsewhere = self._run.planned.counted_elsewhere
+        counted = [i for i, name in enumerate(names) if name not in elsewhere]
         masters = [params[i] for i in counted]
         changes = [master.clone() for master in masters] if self._monitor.update_rms else []
         yield
@@ -75,105 +113,34 @@ class UpdateStats:
 
     def _add(self, kind: str, rule: str, values: list[Tensor]) -> None:
         flat = [value.reshape(-1) for value in values]
-        self._squares.setdefault((kind, rule), []).append(sum_of_squares(flat, self._device))
+        squares = sum_of_squares(flat, self._run.device)
+        self._squares.setdefault((kind, rule), []).append(squares)
         self._numels[kind, rule] += sum(value.numel() for value in flat)
 
-    def settle(self, *, failed: bool = False) -> dict[str, float]:
-        """Return the statistics over all ranks, by name. Every rank of the world must call this at
-        the same point.
-
-        Args:
-            failed: True if the update failed on this rank. Then no rank gets statistics.
-        """
-        keys = list(product(("update", "momentum"), self._rules))
-        none = torch.zeros((), dtype=widest_float(), device=self._device)
-        # Fill on the device: a copy would make the host wait for it.
-        sums = [torch.full_like(none, failed)]
-        for key in keys:
-            squares = self._squares.get(key)
-            sums.append(torch.stack(squares).sum() if squares else none)
-            sums.append(torch.full_like(none, self._numels[key]))
-        total = torch.stack(sums)
-        self._agreement.sum_over_everyone(total)
-        self.restart()
-        any_failed, *rest = total.tolist()
-        stats = {}
-        for (kind, rule), square, numel in zip(keys, rest[::2], rest[1::2], strict=True):
-            if numel and not any_failed:
-                is_update = kind == "update"
-                name = f"update_rms_{rule}" if is_update else f"momentum_norm_{rule}"
-                stats[name] = math.sqrt(square / numel if is_update else square)
-        return stats
-
-
-class Reports(StepObserver):
-    """Keeps the values of the last step, the same on every rank, and passes them to the monitor of
-    rank 0.
-    """
-
-    def __init__(self, run: RunState, agreement: Agreement) -> None:
-        monitor = run.config.monitor
-        self._optimizer = run.optimizer
-        self._every = monitor.every
-        # The first group with a recipe that reads a ratio, by the ratio's key.
-        self._groups: dict[str, int] = {}
-        rules = set()
-        for route in {**run.planned.routes_elsewhere, **run.planned.routes}.values():
-            rules.add(route.recipe.rule)
-            key = route.recipe.lr_ratio
-            self._groups[key] = min(route.group, self._groups.get(key, route.group))
-        self._asks = monitor.asks
-        self._watch = UpdateStats(rules, run, agreement)
-        self._earlier: dict[str, float] = {}
-        self._fresh: dict[str, float] = {}
-
-    def before_update(self, step: Step) -> None:
-        """Record the decision of the ranks. Other observers add to the step's values later."""
-        self._earlier |= self._fresh
-        self._fresh = step.values
-        decision = step.decision
-        if decision.norm is not None:
-            step.values["grad_norm"] = decision.norm
-        for key, norm in decision.norms.items():
-            step.values[f"grad_norm_{key}"] = norm
-        if decision.zeros is not None:
-            step.values["num_zeros_in_grad"] = decision.zeros
-        if self._watches(step):
-            # Restart: an update that failed half-way may have left values.
-            self._watch.restart()
-            step.around = self._watch.around
-
-    def after_update(self, step: Step) -> None:
-        """Add the statistics of the update."""
-        if self._watches(step):
-            step.values.update(self._watch.settle(failed=step.failed))
-
-    def _watches(self, step: Step) -> bool:
-        return self._asks and step.number % self._every == 0
-
-    def last(self, engine: Any) -> dict[str, float]:
+    def last(self) -> dict[str, float]:
         """Return the last value of everything that is reported, by name. Learning rates are those
         of the next step.
         """
-        return {**self._now(engine), **self._earlier, **self._fresh}
+        return {**self._now(), **self._earlier, **self._fresh}
 
-    def write(self, engine: Any) -> None:
+    def write(self) -> None:
         """Write the values of the step that has just ended to the monitor. Called after the engine
         has counted the step.
         """
+        engine = self._run.engine()
         if engine.monitor.enabled and engine.global_rank == 0:
-            values = {**self._now(engine), **self._fresh}
+            values = {**self._now(), **self._fresh}
             engine.monitor.write_events(
                 [(f"{_LABEL}{key}", value, engine.global_samples) for key, value in values.items()]
             )
 
-    def _now(self, engine: Any) -> dict[str, float]:
+    def _now(self) -> dict[str, float]:
         values = {}
-        for key, name in _RATES.items():
+        for name, key in RATIOS.items():
             if key in self._groups:
-                group = self._optimizer.param_groups[self._groups[key]]
+                group = self._run.optimizer.param_groups[self._groups[key]]
                 # The groups of a script's own optimizer have one rate, which the engine reports.
                 if key in group:
                     values[name] = float(group["lr"]) * float(group[key])
-        values["skipped_steps"] = engine.skipped_steps
+        values["skipped_steps"] = self._run.engine().skipped_steps
         return values

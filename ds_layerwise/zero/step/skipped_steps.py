@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_layerwise.errors import StepError, few
@@ -16,6 +15,7 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.update import Step, StepObserver
+from ds_layerwise.zero.step_progress import warn
 
 #: The number of consecutive skipped steps before the first warning. Each later warning takes twice
 #: as many.
@@ -93,10 +93,10 @@ class SkippedSteps(StepObserver):
         )
         if self._are_too_many():
             raise self._too_many(step, f"{why}; raise the threshold,")
-        if self._above.bit_count() == 1 and comm.rank_of(None) == 0:
-            logger.warning(
-                f"ds_layerwise: step {step} was skipped: {why} ({self._above} such steps in "
-                f"this process, {self._in_a_row} consecutive skipped steps)"
+        if self._above.bit_count() == 1:
+            warn(
+                f"step {step} was skipped: {why} ({self._above} such steps in this process, "
+                f"{self._in_a_row} consecutive skipped steps)"
             )
 
     def _judge(self, step: int) -> None:
@@ -104,12 +104,7 @@ class SkippedSteps(StepObserver):
             raise self._too_many(step, f"{self._blame()};")
         tens, rest = divmod(self._in_a_row, _FIRST_WARNING)
         if rest == 0 and tens.bit_count() == 1:
-            blame = self._blame()
-            if comm.rank_of(None) == 0:
-                logger.warning(
-                    f"ds_layerwise: step {step} was skipped {self._in_a_row} consecutive times: "
-                    f"{blame}"
-                )
+            warn(f"step {step} was skipped {self._in_a_row} consecutive times: {self._blame()}")
 
     def _are_too_many(self) -> bool:
         most = self._run.config.max_skipped_steps

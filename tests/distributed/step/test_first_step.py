@@ -318,11 +318,10 @@ class TestWhen(DistributedTest):
 
     def test_a_rule_that_refuses_in_one_process_names_the_parameter(self, monkeypatch):
         engine = start(Real(), ds_config(layerwise=VERIFY))
-        plain = internals.plain_rules(engine)["square.weight"]
 
         def refuse(*_args):
             raise UpdateError(0, "it has no eigenvectors")
-        monkeypatch.setattr(plain, "update_", refuse)
+        internals.replace_plain_update(engine, "square.weight", refuse, monkeypatch)
         with pytest.raises(LayerWiseError, match="square.weight: it has no eigenvectors"):
             train_engine(engine, 1)
         assert engine.optimizer.step_count == 0
@@ -332,7 +331,7 @@ class TestWhen(DistributedTest):
 
         def fail(*_args):
             raise KeyError("tall.weight")
-        monkeypatch.setattr(internals.plain_rules(engine)["tall.weight"], "update_", fail)
+        internals.replace_plain_update(engine, "tall.weight", fail, monkeypatch)
         with pytest.raises((KeyError, LayerWiseError), match="tall.weight"):
             train_engine(engine, 1)
 
