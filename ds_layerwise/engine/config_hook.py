@@ -84,33 +84,32 @@ def _read_params(original: Method, given: Any) -> Any:
 
 
 def _configure_train_batch_size(original: Method, config: ds_config_module.DeepSpeedConfig) -> Any:
-    if is_for_us(config._param_dict):
-        # A plan counts the ranks that it is for.
-        is_run = type(config) is ds_config_module.DeepSpeedConfig
-        if is_run and torch.distributed.is_initialized() and not dist.is_initialized():
-            # zero.Init reads its config first, and connects deepspeed.comm afterwards. On a CPU a
-            # Trainer has connected torch alone by then, and DeepSpeed would count one rank.
-            dist.init_distributed()
-            shared_by = config._param_dict.get("sequence_parallel_size", 1)
-            config.global_rank = dist.get_rank()
-            config.world_size = dist.get_world_size() // shared_by
-        config._param_dict = with_plain_numbers(config._param_dict)
-        for key in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        ):
-            if config._param_dict.get(key) == "auto":
-                raise ConfigError(
-                    f"{key} is 'auto', which only Hugging Face's Trainer and Accelerate replace by "
-                    "a number; give it a whole number, or remove it"
-                )
+    if not is_for_us(config._param_dict):
+        return original()
+    # A plan counts the ranks that it is for.
+    is_run = type(config) is ds_config_module.DeepSpeedConfig
+    if is_run and torch.distributed.is_initialized() and not dist.is_initialized():
+        # zero.Init reads its config first, and connects deepspeed.comm afterwards. On a CPU a
+        # Trainer has connected torch alone by then, and DeepSpeed would count one rank.
+        dist.init_distributed()
+        shared_by = config._param_dict.get("sequence_parallel_size", 1)
+        config.global_rank = dist.get_rank()
+        config.world_size = dist.get_world_size() // shared_by
+    config._param_dict = with_plain_numbers(config._param_dict)
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ):
+        if config._param_dict.get(key) == "auto":
+            raise ConfigError(
+                f"{key} is 'auto', which only Hugging Face's Trainer and Accelerate replace by a "
+                "number; give it a whole number, or remove it"
+            )
     try:
         return original()
     except FOREIGN_ERRORS as error:
-        if is_for_us(config._param_dict):
-            retell(error)
-        raise
+        retell(error)
 
 
 def refuse_what_others_ignore(config: Any, client: object) -> None:

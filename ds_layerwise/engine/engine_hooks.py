@@ -48,16 +48,11 @@ from ds_layerwise.config.ds_config import at, retell, tensor_and_other, what_ran
 from ds_layerwise.config.overrides import given_in_python
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import is_for_us
-from ds_layerwise.engine import (
-    config_hook,
-    inference_only,
-    operator_build,
-    shared_storage,
-)
+from ds_layerwise.engine import config_hook, inference_only, operator_build
 from ds_layerwise.engine.checkpoints import exit_saves, loading, saving
 from ds_layerwise.engine.contract import patches
 from ds_layerwise.engine.contract.patches import Method, only_ours
-from ds_layerwise.engine.shared_storage import viewable_as_bytes
+from ds_layerwise.engine.shared_storage import refuse_shared_memory, viewable_as_bytes
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
@@ -191,7 +186,7 @@ def _configure_expert_parallel(
 def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, model: Any) -> Any:
     with comm.errors_on_all_ranks_if_started():
         # Before the engine casts or moves it.
-        shared_storage.refuse_shared_memory(model)
+        refuse_shared_memory(model)
     try:
         return original(model)
     except AssertionError as error:
@@ -235,8 +230,7 @@ def _check_model(engine: DeepSpeedEngine) -> None:
         ConfigError: the model has experts, and its checkpoints are on several disks, or AutoEP is
             not alone.
     """
-    has_experts = engine.has_moe_layers
-    if has_experts and engine.use_node_local_storage():
+    if engine.has_moe_layers and engine.use_node_local_storage():
         raise ConfigError(
             "checkpoint.use_node_local_storage is not supported with experts (deepspeed.moe "
             "layers, or expert_parallel): a rank reads files of experts that ranks of other nodes "

@@ -50,8 +50,7 @@ def _init(
     It takes over a model that another engine has for inference: the hooks of two on one model would
     count its modules twice.
     """
-    earlier = _fetchers.pop(model, None)
-    fetcher = None if earlier is None else earlier()
+    fetcher = _fetchers.pop(model, lambda: None)()
     if fetcher is not None:
         fetcher.destroy()
     config: Any = kwargs.get("config_class")
@@ -109,4 +108,4 @@ def _refuse(name: str, stage: int) -> Callable[..., NoReturn]:
     return refused
 
 
-WRAPS: dict[str, Method] = {"__init__": _init}
+WRAPS = {"__init__": _init}

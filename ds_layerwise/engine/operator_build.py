@@ -32,21 +32,18 @@ def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options:
             f"ds_layerwise: DeepSpeed compiles {builder.name} in {folder}; this takes one to three "
             "minutes, only at the first start"
         )
-    still_there = threading.Timer(_PATIENCE, announce, [_waits(builder.name, folder)])
+    waits = (
+        f"ds_layerwise: DeepSpeed still compiles {builder.name}, or waits for another process to "
+        "do so; if there is none, because an earlier start was killed, stop this one and delete "
+        f"{folder / 'lock'}"
+    )
+    still_there = threading.Timer(_PATIENCE, announce, [waits])
     still_there.daemon = True
     still_there.start()
     try:
         return original(*args, **options)
     finally:
         still_there.cancel()
-
-
-def _waits(name: str, folder: Path) -> str:
-    return (
-        f"ds_layerwise: DeepSpeed still compiles {name}, or waits for another process to do so; if "
-        "there is none, because an earlier start was killed, stop this one and delete "
-        f"{folder / 'lock'}"
-    )
 
 
 WRAPS = {"jit_load": _jit_load}

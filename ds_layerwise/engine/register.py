@@ -78,8 +78,6 @@ def initialize(
         ConfigError: ``overrides`` are not valid; also the errors of :func:`register` and the
             engine.
     """
-    final_error.begin()
-    given = overrides_of(overrides)
     register()
-    with beside(given):
+    with beside(overrides_of(overrides)):
         return deepspeed.initialize(*args, **kwargs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -98,7 +97,7 @@ def _meeting(places: Sequence[_Place]) -> list[tuple[_Place, _Place]]:
     order = sorted(enumerate(places), key=lambda pair: (str(pair[1].tensor.device), pair[1].start))
     pairs = []
     for position, (i, first) in enumerate(order):
-        for j, second in islice(order, position + 1, None):
+        for j, second in order[position + 1 :]:
             if second.start >= first.stop or second.tensor.device != first.tensor.device:
                 break
             pairs.append((min(i, j), max(i, j)))

@@ -24,6 +24,8 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     optimizer: torch.optim.Optimizer
     bit16_groups: list[list[nn.Parameter]]
     """The trained parameters of each group."""
+    fp16_groups: list[list[nn.Parameter]]
+    """The same, under the name of ZeRO stage 3."""
     custom_loss_scaler = False
     external_loss_scale = None
     torch_autocast_gradscaler = None
@@ -66,7 +68,9 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     @property
     def dynamic_loss_scale(self) -> bool:
         """True if the loss scale adapts to overflows."""
-        return self.scaling.is_dynamic
+        # The engine's own flag defaults to true for every dtype, and then a plain loss.backward()
+        # is refused.
+        return bool(self.loss_scaler.dynamic)
 
     @property
     def loss_scaler(self) -> Any:
@@ -82,10 +86,8 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """The factor of the loss; 1 except in float16."""
         return float(self.loss_scaler.loss_scale)
 
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale, under the name that the engine's monitor reads."""
-        return self.loss_scale
+    #: The name that the engine's monitor reads.
+    cur_scale = loss_scale
 
     #: Only the engine's ``load_checkpoint`` can read the files of all ranks that a load needs.
     load_state_dict = __reduce_ex__ = refuse_states
@@ -145,12 +147,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     setup_buckets = finalize_gradient_accumulation_boundary
 
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Finish the reduction after a backward pass."""
-        self.reduce_gradients()
-
-    independent_gradient_partition_epilogue = overlapping_partition_gradients_reduce_epilogue
-
     def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
         """Return the gradient left on ``param`` after ``coalesce_grad_reduction``."""
         return param.grad
@@ -164,11 +160,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, under the name that DeepSpeed's code
     uses; else None.
     """
-
-    @property
-    def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The groups of :attr:`bit16_groups`, under the name of ZeRO stage 3."""
-        return self.bit16_groups
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """End a backward pass, and release the parameters that it left whole."""

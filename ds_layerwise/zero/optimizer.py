@@ -64,10 +64,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self.optimizer = optimizer
         self.config = settings.layerwise
         self.settings = settings
-        self._engine = weakref.ref(engine)
         self.dp_process_group = settings.group
-        self.rank = comm.rank_of(settings.group)
-        self.world_size = comm.size_of(settings.group)
         self.clip_grad = settings.clip_grad
         self.parameter_offload = settings.fetcher
 
@@ -78,8 +75,11 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self.saved_shapes = planned.saved_shapes
         self.expert_names = planned.names
         self.layout = planned.layout
-        run = RunState(model, optimizer, settings, planned, self._engine)
+        run = RunState(model, optimizer, settings, planned, weakref.ref(engine))
         self._run = run
+        self._engine = run.engine
+        self.rank = run.rank
+        self.world_size = self.layout.world_size
         self._params = run.params
         param_owner.retire_owners(run.params.values())
         self.attention = AttentionLogits(run)
@@ -117,7 +117,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self._access.attach()
         self._warn_of_zeros()
         # One checkpoint group per parameter; see checkpoint.regular.
-        self.bit16_groups = self.round_robin_bit16_groups = [
+        self.bit16_groups = self.round_robin_bit16_groups = self.fp16_groups = [
             [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
         ]
 
@@ -215,6 +215,9 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
                 for name, group in run.tied:
                     grad_sync.sum_over(name, group=group)
             grad_sync.reduce()
+
+    overlapping_partition_gradients_reduce_epilogue = reduce_gradients
+    independent_gradient_partition_epilogue = reduce_gradients
 
     _copies_are_checked = False
 

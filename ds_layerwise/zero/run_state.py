@@ -196,9 +196,6 @@ class RunState:
             routers = filter(lambda name: folding.is_router(self.params[name]), self.pieces)
             self.owned.reduced.add_lanes(settings.tensor_group, routers)
 
-        max_waiting = None
-        if self.grads is None:
-            max_waiting = self.config.max_waiting_buckets
         with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
             self.grad_sync = GradSync(
                 self.params,
@@ -207,7 +204,7 @@ class RunState:
                 wires=wires,
                 divide_by=settings.divide_by,
                 sent_as=wires_of(planned.layout, planned.specs),
-                max_waiting=max_waiting,
+                max_waiting=self.config.max_waiting_buckets,
             )
             self.progress = Progress(self.engine, self.grad_sync.state)
             if isinstance(self.places, ParamViews):

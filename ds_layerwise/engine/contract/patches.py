@@ -116,11 +116,8 @@ def _put_back_soon() -> None:
             if _Changes.depth:
                 return
             _Changes.is_due = False
-            _Changes.depth += 1
-            try:
+            with changing():
                 _put_back()
-            finally:
-                _Changes.depth -= 1
         finally:
             _Changes.lock.release()
 

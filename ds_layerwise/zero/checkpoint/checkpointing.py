@@ -257,7 +257,7 @@ class Checkpointing:
         self._check_settled()
         run = self._run
         return {
-            "dynamic_loss_scale": run.scaling.is_dynamic,
+            "dynamic_loss_scale": run.scaling.scaler.dynamic,
             CLIP_GRAD: clip_grad,
             # DeepSpeed's scripts merge pieces by name and position only up to stage 2.
             ZERO_STAGE: min(run.settings.stage, 2),
@@ -486,7 +486,6 @@ class Checkpointing:
             group |= {key: values[key] for key in group.keys() & values.keys()}
         check_accuracy(
             run.planned.routes,
-            run.planned.specs,
             settings,
             told=(
                 f"with the parameter groups that continue from {folder} "

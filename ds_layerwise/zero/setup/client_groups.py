@@ -80,7 +80,7 @@ class ClientOptimizer(LayerWiseOptimizer):
         self.param_groups = client.param_groups
         self.state = client.state
         self._take_note(map(_before_schedules, self.param_groups))
-        self.own_decay = frozenset(range(len(self._built)))
+        self.own_decay = set(range(len(self._built)))
         self.own_keys = []
 
     def groups_now(self) -> list[dict[str, Any]]:
@@ -277,7 +277,7 @@ def _maker(
     defaults = copy.deepcopy(client.defaults)
 
     def make(params: Sequence[Tensor]) -> Optimizer:
-        group = {**copy.deepcopy(dict(values)), "params": list(params)}
+        group = {**copy.deepcopy(values), "params": list(params)}
         set_rate(group, 1e-3)
         made = kind.__new__(kind)
         made.__setstate__(

@@ -22,9 +22,6 @@ class LossScaling:
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
-        # The engine's own flag defaults to true for every dtype, and then a plain loss.backward()
-        # is refused.
-        self.is_dynamic: bool = scaler.dynamic
         self.overflow = False
         """True if the last step was skipped."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError, nearest
-from ds_layerwise.optimizers.fields import check, merged_keys, normalised, plain
+from ds_layerwise.optimizers.fields import check, merged_keys, normalised
 from ds_layerwise.optimizers.recipe import Recipe, State
 from ds_layerwise.optimizers.registry import recipes_of_settings
 from ds_layerwise.routing.routes import OF_OTHER_SCHEDULES, Routes
@@ -128,8 +128,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
         self.fixed_keys = _of_no_group(config)
         self._take_note(map(_hyper_of, self.param_groups))
-        decay = [i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys]
-        self.own_decay = frozenset(decay)
+        self.own_decay = {i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys}
         """The indices of the groups that set a weight decay themselves."""
 
     def _take_note(self, settings: Iterable[dict[str, Any]]) -> None:
@@ -180,7 +179,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             try:
                 for key in group.keys() & self.fixed_keys:
                     if key not in known or known[key] is not group[key]:
-                        _require_as_the_run(where, key, plain(group[key]), self.config)
+                        _require_as_the_run(where, key, group[key], self.config)
                         known[key] = group[key]
                 for key in HYPER_KEYS:
                     value = group.get(key)
@@ -364,7 +363,7 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
         elif key in GROUP_KEYS:
             checked[key] = check_hyper(f"{where}.{key}", key, group[key])
         elif key in _OF_OTHER_OPTIMIZERS or key in _of_no_group(config):
-            _require_as_the_run(where, key, plain(group[key]), config)
+            _require_as_the_run(where, key, group[key], config)
         elif key not in _OF_SCHEDULERS and (
             close := nearest(key, GROUP_KEYS, cutoff=0.8)
             or nearest(key, config.for_the_run(), cutoff=0.85)

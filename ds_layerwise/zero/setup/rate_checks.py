@@ -28,9 +28,7 @@ PEAKS: dict[str, tuple[str, float | None]] = {
 }
 
 
-def check_taken(
-    config: OptimizerConfig, routes: Routes, groups: Sequence[Collection[str]] = ()
-) -> None:
+def check_taken(config: OptimizerConfig, routes: Routes, groups: Sequence[Collection[str]]) -> None:
     """Refuse hyper-parameters that no optimizer of the run uses, or that a class would need as
     arguments.
 
@@ -121,8 +119,9 @@ def check_peaks(
     omission = "" if key in params else f" (the default of {scheduler['type']})"
     # If a list has another length, DeepSpeed itself reports the right one.
     for index, (value, group) in enumerate(zip(given, groups)):
-        ratios = {float(group[ratio]) for ratio in used.get(index, ())}
-        is_one_rate = len(used.get(index, ())) < 2 or config.matrix.takes_rate_of_adamw
+        its = used.get(index, ())
+        ratios = {float(group[ratio]) for ratio in its}
+        is_one_rate = len(its) < 2 or config.matrix.takes_rate_of_adamw
         if value is None or ratios <= {1.0} and is_one_rate:
             continue
         peak = check(NonNegative, where, value)
@@ -164,9 +163,9 @@ def check_kept(
     """
     _check_masters(specs, config, host_ratio)
     kept = {}
-    for spec in specs:
-        own = routes[spec.name].states(1)
-        kept[spec.name] = {key: state.kept_as for key, state in own.items() if state.kept_as}
+    for name, route in routes.items():
+        states = route.states(1).items()
+        kept[name] = {key: state.kept_as for key, state in states if state.kept_as}
     by_chance = [name for name in kept if routes[name].recipe.rounds_by_chance]
     if by_chance and not any("bfloat16" in kept[name].values() for name in by_chance):
         raise ConfigError(
@@ -179,8 +178,8 @@ def check_kept(
             f"layerwise.rounding_seed is {config.rounding_seed}, and nothing is rounded by chance; "
             "set stochastic_rounding of optimizer.params to true, or remove it"
         )
-    for name, states in kept.items():
-        if "8bit" not in states.values():
+    for name, dtypes in kept.items():
+        if "8bit" not in dtypes.values():
             continue
         if host_ratio:
             raise ConfigError(
@@ -194,16 +193,10 @@ def check_kept(
                 f"{SCALED} consecutive elements share a scale, which would change with the number "
                 f"of ranks; set it to a multiple of {SCALED}"
             )
-    check_accuracy(routes, specs, groups)
+    check_accuracy(routes, groups)
 
 
-def check_accuracy(
-    routes: Routes,
-    specs: Sequence[ParamSpec],
-    groups: ParamGroups,
-    *,
-    told: str = "",
-) -> None:
+def check_accuracy(routes: Routes, groups: ParamGroups, *, told: str = "") -> None:
     """Refuse averages that would stop moving because of their few bits.
 
     Args:
@@ -212,7 +205,7 @@ def check_accuracy(
     Raises:
         ConfigError: names the parameter, its state, and the way out.
     """
-    for route in (routes[spec.name] for spec in specs):
+    for route in routes.values():
         recipe = route.recipe
         for key, spec in route.states(1).items():
             dtype = spec.kept_as

@@ -126,13 +126,12 @@ def route(
         RoutingError: as in :func:`.routing.routing_rules.route_parameters`.
         ConfigError: a setting does not go together with the routes.
     """
-    rules = optimizer.config
     config = run.layerwise
     ep_sizes = _ep_sizes(model, optimizer, ep_size)
     stacks = {name for name, param in _wants_training(model) if is_expert_stack(param)}
     names = expert_names(ep_sizes, stacks)
     settings = RouteSettings(
-        optimizer=rules,
+        optimizer=optimizer.config,
         layerwise=config,
         own_decay=optimizer.own_decay,
         by_group=optimizer.recipes_by_group,
@@ -228,15 +227,13 @@ def _check_frozen_expert(name: str, run: RunConfig, lanes: int) -> None:
 
 
 def norm_groups_of(
-    model: nn.Module, routed: Routed, groups: Mapping[str, NormGroup], *, tp_size: int = 1
+    model: nn.Module, routed: Routed, groups: Mapping[str, NormGroup], *, tp_size: int
 ) -> dict[str, str]:
     """Return the norm group of each trained parameter that is in one of ``groups``.
 
     Raises:
         RoutingError: as in :func:`.routing.override_matching.grouped`.
     """
-    if not groups:
-        return {}
     asked = groups.values()
     facts = facts_of(model, routed.trained, asked, tp_size=tp_size, experts=routed.names)
     return grouped(facts, groups)
@@ -288,7 +285,6 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
             routes, optimizer.built_with, settings.stage_group
         )
     _compare(of_all, layout_of_all, optimizer, settings)
-    layout = layout_of_all.with_sizes({spec.name: spec.numel for spec in routed.specs})
     if reduction == "ordered":
         _tell_of_nodes(where)
     copied = {}
@@ -299,8 +295,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
             check_copies(copied, group=settings.tensor_group)
-        if comm.rank_of(settings.tensor_group) > 0:
-            counted_elsewhere.update(copied)
+    if settings.tp_rank > 0:
+        counted_elsewhere.update(copied)
     norm_groups = _norm_groups(model, routed, settings)
     saved_elsewhere = []
     for name, param in trained.items():
@@ -308,7 +304,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
             saved_elsewhere.append(name)
     return Planned(
         **vars(routed),
-        layout=layout,
+        layout=layout_of_all.with_sizes({spec.name: spec.numel for spec in routed.specs}),
         reduction=reduction,
         where=tuple(where),
         copied=frozenset(copied),

@@ -84,10 +84,8 @@ class MeasuredAttention:
         """Measure an implementation whether or not an engine needs it now; return False if it
         cannot be measured.
         """
-        if not self._register(name):
-            return False
         self._asked.add(name)
-        return True
+        return self._register(name)
 
     def forget_asked(self) -> None:
         """Undo :meth:`ask`, as soon as no engine needs it."""

@@ -23,11 +23,7 @@ class Guard:
         self._run = run
         self._model = run.model
         self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
-        required = []
-        for param in self._at_start.values():
-            if param.requires_grad:
-                required.append(param)
-        self._known = {*run.params.values(), *required}
+        self._known = {param for param in self._at_start.values() if param.requires_grad}
         self._hidden: set[str] = set()
         self._reported: set[str] = set()
         self._take_note()

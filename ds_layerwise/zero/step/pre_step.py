@@ -39,16 +39,12 @@ class BeforeUpdate:
         if isinstance(run.param_sync, CutSync):
             self.weights: WholeWeights | CutSync = run.param_sync
         else:
-            parts = {}
-            if settings.tensor_group is not None:
-                part = comm.rank_of(settings.tensor_group)
-                parts = dict.fromkeys(run.params.keys() - run.planned.copied, part)
             self.weights = WholeWeights(
                 run.params,
                 run.ep_sizes,
                 group=settings.group,
                 model_group=settings.model_group,
-                parts=parts,
+                parts=dict.fromkeys(run.params.keys() - run.planned.copied, settings.tp_rank),
             )
         self._has_announced = False
 
@@ -118,11 +114,11 @@ class BeforeUpdate:
         must not raise it, because the other ranks wait in the sum.
         """
         error = None
-        for check in (self._run.interrupted.check, self._offloading.check_not_offloaded):
-            try:
-                check()
-            except StepError as caught:
-                error = error or caught
+        try:
+            self._run.interrupted.check()
+            self._offloading.check_not_offloaded()
+        except StepError as caught:
+            error = caught
         if self._offloading.has_gradients:
             # All ranks offload together, so no rank waits for these.
             return error
