@@ -234,8 +234,7 @@ def check_for(given: dict[str, Any], num_ranks: int) -> Mapping[str, Any]:
             optimizer=None,
         )
         DeepSpeedEngine._scheduler_from_config(engine, optimizer)
-        zero: Mapping[str, Any] = config.zero_config.model_dump()
-        return zero
+        return dict(config.zero_config.model_dump())
     except (ds_config_module.DeepSpeedConfigError, *FOREIGN_ERRORS) as error:
         retell(error)
     finally:

@@ -108,7 +108,6 @@ def _configure_with_arguments(
 
 def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
     config = engine._config
-    given = config._param_dict
     if not _is_for_us(engine):
         config_hook.refuse_what_others_ignore(config, engine.client_optimizer)
         return original()
@@ -117,7 +116,7 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
     with comm.errors_on_all_ranks_if_started():
         _check_config(engine)
     if dist.is_initialized():
-        described = what_ranks_share(given)
+        described = what_ranks_share(config._param_dict)
         described.append(f"gradient_accumulation_steps = {config.gradient_accumulation_steps}")
         for i, override in enumerate(_run(engine).layerwise.overrides):
             if override.key is not None:
@@ -216,9 +215,8 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
                 notes += " (trained by another engine before)"
             described.append(f"{name} {tuple(param.shape)} {param.dtype}{notes}")
         group = engine.seq_data_parallel_group if is_stage or engine.mp_world_size > 1 else None
-        digest = comm.digest_of(described)
         with comm.errors_on_all_ranks():
-            comm.same_on_all_ranks("the model", digest, described, group=group)
+            comm.same_on_all_ranks("the model", comm.digest_of(described), described, group=group)
     with viewable_as_bytes(model.parameters()):
         return original()
 
@@ -257,14 +255,13 @@ def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_paramet
         return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
 
 
-def _not_split(model_parameters: list[Any]) -> list[Any]:
-    """Return ``model_parameters`` as groups that DeepSpeed does not split: it would give experts
-    groups of their own, as many as their size on one rank asks for, so that a run with another
-    ``ep_size`` has another number of them.
+def _not_split(groups: list[Any]) -> list[Any]:
+    """Return ``groups``, or parameters, as groups that DeepSpeed does not split: it would give
+    experts groups of their own, as many as their size on one rank asks for, so that a run with
+    another ``ep_size`` has another number of them.
     """
-    groups = model_parameters
     if not groups or not isinstance(groups[0], dict):
-        groups = [{"params": model_parameters}]
+        groups = [{"params": groups}]
     return [{"moe": False, **group} for group in groups]
 
 
@@ -462,7 +459,7 @@ def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
 
 #: The hooks that an engine of this backend needs after it was built. The keys, here and below, are
 #: those of :mod:`.engine.contract.contract`.
-FOR_LIFE: dict[str, Method] = {
+FOR_LIFE = {
     **only_ours(uses_us, {"zero_grad": _zero_grad}),
     **only_ours(_is_for_us, {"zero_use_cpu_optimizer": lambda _, engine: False}),
     **saving.WRAPS,

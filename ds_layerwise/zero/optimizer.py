@@ -107,7 +107,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         )
         if self.config.overlap_param_gather and isinstance(run.param_sync, ParamSync):
             run.param_sync.overlap_with_forward(model)
-        self._hooks: list[Any] = [*divide_once(engine, run.params.values())]
+        self._hooks: list[Any] = divide_once(engine, run.params.values())
         for name, param in run.params.items():
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
         if settings.lanes > 1:
@@ -265,7 +265,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         timers = self.settings.timers
         # If the forward pass left out a module, the gather of its bucket is still pending, and an
         # update writes to that memory.
-        self._run.param_sync.finish()
+        self.wait_for_params()
         with timed(timers, "optimizer_gradients"):
             decision = self._before_update.decide(
                 clip_grad=self.clip_grad,
@@ -505,7 +505,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
         self._run.param_sync.remove_hooks()
-        self._run.param_sync.finish()
+        self.wait_for_params()
 
 
 def uses_us(engine: Any) -> bool:

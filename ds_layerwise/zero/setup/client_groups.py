@@ -89,18 +89,19 @@ class ClientOptimizer(LayerWiseOptimizer):
         """
         settings = []
         for group, known in zip(self.param_groups, self.configured, strict=True):
-            now = {
-                "configured_lr": known["lr"],
-                "lr": group["lr"],
-                "matrix_lr_ratio": 1.0,
-                "scalar_lr_ratio": 1.0,
-                "weight_decay": group.get("weight_decay", 0.0),
-                "momentum": 0.0,
-                "betas": (0.0, 0.0),
-                "eps": 0.0,
-                "of_client": _of_class(group),
-            }
-            settings.append(now)
+            settings.append(
+                {
+                    "configured_lr": known["lr"],
+                    "lr": group["lr"],
+                    "matrix_lr_ratio": 1.0,
+                    "scalar_lr_ratio": 1.0,
+                    "weight_decay": group.get("weight_decay", 0.0),
+                    "momentum": 0.0,
+                    "betas": (0.0, 0.0),
+                    "eps": 0.0,
+                    "of_client": _of_class(group),
+                }
+            )
         return settings
 
     def check_groups(self) -> None:

@@ -314,13 +314,13 @@ def _require_as_the_run(
     if value is None:
         return
     for_the_run = config.for_the_run()
-    if key not in for_the_run and key not in _OF_OTHER_OPTIMIZERS:
-        raise ConfigError(
-            f"{where}.{key} cannot be set in a parameter group, got {value!r}; set it in an entry "
-            "of layerwise.overrides for these parameters"
-        )
     if key not in for_the_run:
-        same = _OF_OTHER_OPTIMIZERS[key]
+        same = _OF_OTHER_OPTIMIZERS.get(key)
+        if same is None:
+            raise ConfigError(
+                f"{where}.{key} cannot be set in a parameter group, got {value!r}; set it in an "
+                "entry of layerwise.overrides for these parameters"
+            )
         if value in same:
             return
         if key == "optimizer":

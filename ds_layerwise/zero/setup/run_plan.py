@@ -291,17 +291,17 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     for name, param in trained.items():
         if not (routes[name].is_cut or settings.lanes > 1 and len(routed.names[name]) > 1):
             copied[name] = param
-    counted_elsewhere = set[str]()
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
             check_copies(copied, group=settings.tensor_group)
-    if settings.tp_rank > 0:
-        counted_elsewhere.update(copied)
     norm_groups = _norm_groups(model, routed, settings)
     saved_elsewhere = []
     for name, param in trained.items():
         if getattr(param, "ds_pipe_replicated", False):
             saved_elsewhere.append(name)
+    counted_elsewhere = set(saved_elsewhere)
+    if settings.tp_rank > 0:
+        counted_elsewhere.update(copied)
     return Planned(
         **vars(routed),
         layout=layout_of_all.with_sizes({spec.name: spec.numel for spec in routed.specs}),
@@ -309,7 +309,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         where=tuple(where),
         copied=frozenset(copied),
         routes_elsewhere=routes_elsewhere,
-        counted_elsewhere=frozenset(counted_elsewhere.union(saved_elsewhere)),
+        counted_elsewhere=frozenset(counted_elsewhere),
         saved_elsewhere=frozenset(saved_elsewhere),
         norm_groups=norm_groups,
         left_out=tuple(name for name, _ in _wants_training(model) if name not in routes),

@@ -260,7 +260,7 @@ class AttentionLogits(StepObserver):
         """
         self._updates += 1
         for name in self._last:
-            if largest.get(name, -math.inf) > -math.inf:
+            if largest[name] > -math.inf:
                 self._last[name] = self._updates
         for name, value in largest.items():
             if value == math.inf:
@@ -283,7 +283,7 @@ class AttentionLogits(StepObserver):
                 "engine.optimizer.note_attention_logits"
             )
         name = min(self._last, key=self._last.__getitem__, default="")
-        if self.clip is not None and name and self._updates - self._last[name] >= _PATIENCE:
+        if name and self._updates - self._last[name] >= _PATIENCE:
             raise StepError(
                 f"layerwise.qk_clip got no attention logits of {name} in "
                 f"{_PATIENCE} updates: it does not compute attention in a way that is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,19 +29,19 @@ class Decision:
     """The factor for all gradients. It undoes the loss scale and clips."""
     frozen: frozenset[str]
     """The parameters that no rank updates in this step."""
-    overflow: bool = False
+    overflow: bool
     """True if the step is skipped because a gradient is not finite, or too large."""
-    norm: float | None = None
+    norm: float | None
     """The norm of the raw averages, without the loss scale; None if no setting needs it."""
-    factors: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float]
     """The factors of the parameters that do not use ``factor``, by parameter."""
-    norms: Mapping[str, float] = field(default_factory=dict)
+    norms: Mapping[str, float]
     """The norms of the norm groups, by group."""
-    above: float | None = None
+    above: float | None
     """The norm, if the step is skipped because it exceeds ``grad_norm_skip_threshold``;
     else None.
     """
-    zeros: int | None = None
+    zeros: int | None
     """The number of elements that are zero; None if no setting needs it."""
     loss_scale: float
     """The loss scale that the averages include."""
@@ -87,8 +87,6 @@ def fill_(sums: Tensor, run: RunState, idle: Collection[str]) -> None:
     """
     reduced = run.owned.reduced
     elsewhere = run.planned.counted_elsewhere
-    if run.config.log_num_zeros_in_grad:
-        sums[-1] = reduced.number_of_zeros(leave_out={*elsewhere, *idle})
     group_of = run.planned.norm_groups
     rest = reduced.sum_of_squares(leave_out={*elsewhere, *group_of})
     groups = []
@@ -96,7 +94,10 @@ def fill_(sums: Tensor, run: RunState, idle: Collection[str]) -> None:
         others = (name for name in run.pieces if group_of.get(name) != key)
         groups.append(reduced.sum_of_squares(leave_out={*elsewhere, *others}))
     everything = reduced.sum_of_squares() if elsewhere else sum(groups, rest)
-    torch.stack([rest, everything, *groups], out=sums[: 2 + len(groups)])
+    values = [rest, everything, *groups]
+    if run.config.log_num_zeros_in_grad:
+        values.append(reduced.number_of_zeros(leave_out={*elsewhere, *idle}))
+    torch.stack(values, out=sums)
 
 
 def decide(

@@ -33,7 +33,8 @@ from tests.support.training import Net
 pytestmark = rooms("owned")
 
 #: Of clipping to half the norm.
-DECISION = Decision(factor=0.5, frozen=frozenset(), loss_scale=1.0, clip_grad=1.0)
+DECISION = Decision(factor=0.5, frozen=frozenset(), overflow=False, norm=None, factors={}, norms={}, above=None,
+                    zeros=None, loss_scale=1.0, clip_grad=1.0)
 
 META = torch.device("meta")
 
