@@ -35,8 +35,8 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
     final_error.begin()
     given = None if overrides is None else overrides_of(overrides)
     with patches.changing():
-        if not patches.is_registered():
-            contract.check()
+        if not patches.is_registered() and (problems := contract.missing()):
+            raise contract.unknown_release(problems)
         try:
             # engine_hooks imports names that another DeepSpeed may lack.
             from ds_layerwise.engine import engine_hooks

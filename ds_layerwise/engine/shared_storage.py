@@ -130,11 +130,9 @@ def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
         if not param.dim():
             scalars.append(param)
             param.data = param.data.view(1)
-        elif not param.data.is_contiguous():
-            param.data = param.data.contiguous()
-        elif param.data.stride(-1) != 1:
+        elif not param.data.is_contiguous() or param.data.stride(-1) != 1:
             # A single column that was a row is contiguous, but has the stride of the row.
-            param.data = param.data.view(-1).view(param.shape)
+            param.data = param.data.contiguous().view(-1).view(param.shape)
     try:
         yield
     finally:

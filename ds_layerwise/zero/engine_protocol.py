@@ -121,19 +121,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
             and any(node and torch._C._will_engine_execute_node(node) for node, _ in following)
         )
 
-    def exit_backward(self) -> None:
-        """Leave a backward pass, and allow the next one to queue its own callback.
-
-        The base class allows this only in ``engine.forward``. A second backward pass after one
-        forward pass would never be finished.
-        """
-        super().exit_backward()
-        state = self._backward_hook_state
-        if state.backward_active_depth == 0:
-            state.post_backward_callback_queued = False
-            state.post_backward_callback_graph_task_id = None
-            state.hooks_fired_this_backward = 0
-
     def clear_backward_seen_flag(self) -> None:
         """Start a forward pass. A backward pass that an exception interrupted counts as over."""
         super().clear_backward_seen_flag()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
-from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import nn
 
@@ -71,7 +70,6 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         # Collectives start here. Every rank must call them in the same order.
         planned = plan(model, optimizer, settings)
         self.routes = planned.routes
-        self.specs = planned.specs
         self.saved_shapes = planned.saved_shapes
         self.expert_names = planned.names
         self.layout = planned.layout
@@ -79,7 +77,6 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self._run = run
         self._engine = run.engine
         self.rank = run.rank
-        self.world_size = self.layout.world_size
         self._params = run.params
         param_owner.retire_owners(run.params.values())
         self.attention = AttentionLogits(run)
@@ -129,10 +126,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         def gradient_is_ready(*_: Any) -> None:
             # Others may be on the host while gradients come, such as states.
             self.offloading.check_not_offloaded(gradients_alone=True)
-            # Ask before re-entering: re-entering changes the depth that the answer depends on.
-            refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
-            queued = self.queue_post_backward_callback()
+            self.queue_post_backward_callback()
             self.progress.pass_began()
             for observer in self._observers:
                 if observer.looks and param.grad is not None:
@@ -143,15 +138,9 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
                 last = getattr(param, "ds_grad_is_ready", True)
                 self._run.grad_sync.accumulate(name, launch=last and self._may_launch())
                 self.progress.gradient_came(name, inside=self._backward_active_depth > 0)
-            if queued:
-                # Autograd reports the end of the pass, so no hooks need to be counted beforehand.
-                # Counting costs an operation per parameter.
-                expected = self._hooks_fired_this_backward + 1
-            elif refresh:
-                expected = count_used_parameters_in_backward(list(self._params.values()))
-            else:
-                expected = self._max_expected_hooks_seen
-            self.update_hook_state_and_maybe_run_epilogue(expected)
+            # Autograd reports the end of the pass, so no hooks need to be counted beforehand.
+            # Counting costs an operation per parameter.
+            self.update_hook_state_and_maybe_run_epilogue(self._hooks_fired_this_backward + 1)
 
         return gradient_is_ready
 
@@ -181,15 +170,22 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
 
     def exit_backward(self) -> None:
         """Leave a backward pass, which counts if it had gradients; see
-        :mod:`.zero.step_progress`.
+        :mod:`.zero.step_progress`. The next one may queue its own callback.
+
+        The base class allows this only in ``engine.forward``. A second backward pass after one
+        forward pass would never be finished.
         """
         engine = self._engine()
         # If the loss of this rank reaches none of its parameters, the pass still counts: the rank
         # takes part in the reductions of the other ranks.
         counts = self._hooks_fired_this_backward or engine._running_engine_backward
         super().exit_backward()
-        if counts and not self._backward_active_depth:
-            self.progress.pass_ended()
+        state = self._backward_hook_state
+        if not state.backward_active_depth:
+            state.post_backward_callback_queued = False
+            state.hooks_fired_this_backward = 0
+            if counts:
+                self.progress.pass_ended()
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Finish the reduction after a backward pass. The engine calls this at the boundary.

@@ -213,18 +213,6 @@ class RunState:
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)
 
-    @torch.no_grad()
-    def write(self, name: str, value: Tensor) -> None:
-        """Set a parameter, or this rank's part of it if the rank has no more. Every rank must pass
-        the same ``value``.
-        """
-        flat = value.reshape(-1)
-        self.places.write(name, flat)
-        piece = self.pieces.get(name)
-        if piece is not None:
-            # The master does not follow yet.
-            self.shards.piece(name).copy_(flat.narrow(0, piece.param_start, piece.numel))
-
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices`` to all ranks, in this order, and wait until nothing is
         pending.

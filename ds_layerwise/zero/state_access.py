@@ -137,8 +137,10 @@ class StateAccess:
             value = value.float()
         part = self._part(name, value)
         if key == MASTER:
-            self._run.write(name, value)
+            self._run.places.write(name, value.reshape(-1))
         if part is not None:
+            if key == MASTER:
+                self._run.shards.piece(name).copy_(part)
             self._owned.set_value(name, key, part)
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:

@@ -197,7 +197,6 @@ IMPORTED = (
     Used("deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME", "imported"),
     Used("deepspeed.runtime.torch_autocast.get_comm_dtype", "imported", ("param",)),
     Used("deepspeed.runtime.tensor_parallel.config._get_hf_tp_plan", "imported", ("model",)),
-    Used("deepspeed.runtime.utils.count_used_parameters_in_backward", "imported", ("parameters",)),
     Used("deepspeed.runtime.utils.partition_balanced", "imported", ("weights", "num_parts")),
     Used("deepspeed.runtime.zero.config.ZeroStageEnum", "imported"),
     Used("deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum", "imported"),
@@ -281,15 +280,14 @@ READ = (
     Used(f"{_ENGINE}.managed_gradient_accumulation", "read", ("self",)),
     Used("deepspeed.runtime.engine.EngineTimers.step_timers", "read"),
     *_used(f"{_BASE}.ZeROOptimizer", "read", """
-        _backward_active_depth _backward_hook_state _hooks_fired_this_backward _max_expected_hooks_seen"""),
+        _backward_active_depth _backward_hook_state _hooks_fired_this_backward"""),
     *_used(f"{_BASE}.ZeROOptimizer", "read", """
         backward_epilogue clear_backward_seen_flag enter_backward exit_backward queue_post_backward_callback
-        reenter_backward_if_needed should_refresh_expected_hook_count""", ("self",)),
+        reenter_backward_if_needed""", ("self",)),
     Used(f"{_BASE}.ZeROOptimizer.update_hook_state_and_maybe_run_epilogue", "read", (
         "self", "current_expected_count")),
     *_used(f"{_BASE}.BackwardHookStateManager", "read", """
-        backward_active_depth hooks_fired_this_backward post_backward_callback_graph_task_id
-        post_backward_callback_queued"""),
+        backward_active_depth hooks_fired_this_backward post_backward_callback_queued"""),
     *_used("deepspeed.runtime.fp16.loss_scaler.LossScalerBase", "read", "dynamic loss_scale"),
     Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.is_decoupled", "read", ("self",)),
     *_used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine", "read", "cleanup get_commit_info",

@@ -36,7 +36,6 @@ LISTED = {
     "writer.commit_info": "the same",
     "self._backward_hook_state.backward_active_depth": "forgets a pass that an exception has ended",
     "state.hooks_fired_this_backward": "the same",
-    "state.post_backward_callback_graph_task_id": "the same",
     "state.post_backward_callback_queued": "the same",
     # Where DeepSpeed's functions look on a parameter for its optimizer; all are ``asked`` in deepspeed_names.py.
     "param._z3_optimizer": "state access at stage 3",

@@ -223,6 +223,11 @@ def interrupt(engine: Any) -> None:
         raise MemoryError("taken")
 
 
+def specs(engine: Any) -> list[Any]:
+    """Return the specs of the trained parameters."""
+    return list(engine.optimizer._run.planned.specs)
+
+
 def first_step(engine: Any) -> Any:
     """Return the check that compares the first update with a plain one."""
     return next(observer for observer in engine.optimizer._observers if isinstance(observer, FirstStep))

@@ -1,6 +1,6 @@
 """The names of DeepSpeed that this package wraps, extends or replaces.
 
-:func:`check` looks up all of them before anything is patched. A release that has changed one is
+:func:`missing` looks up all of them before anything is patched. A release that has changed one is
 refused as a whole, with a list of all changes. Names that are only imported or read, and those that
 classes do not show because each object gets its own, are listed in
 tests/support/deepspeed_names.py, and tests look them up.
@@ -181,16 +181,6 @@ ON_INSTANCES = (
 def missing() -> list[str]:
     """Describe each name of the lists that the installed DeepSpeed lacks or has changed."""
     return [problem for name in CONTRACT + ON_INSTANCES if (problem := name.problem())]
-
-
-def check() -> None:
-    """Raise an error if the installed DeepSpeed does not have all names of the lists.
-
-    Raises:
-        ConfigError: lists everything that is missing or differs.
-    """
-    if problems := missing():
-        raise unknown_release(problems)
 
 
 def unknown_release(problems: Sequence[str]) -> ConfigError:

@@ -77,11 +77,7 @@ class Settings(RunConfig):
     @property
     def expert_rank(self) -> int:
         """The number of this rank among those that experts are dealt out to."""
-        lanes = self.lanes
-        rank = comm.rank_of(self.group)
-        if lanes > 1:
-            rank = rank * lanes + self.tp_rank
-        return rank
+        return comm.rank_of(self.group) * self.lanes + self.tp_rank % self.lanes
 
     @property
     def reads_experts(self) -> bool:

@@ -185,8 +185,7 @@ class FirstStep(StepObserver):
                 continue
             start = piece.param_start
             plain, bound = both[:, start : start + piece.numel]
-            own = self._owned.reduced.average(name)
-            if text := _first_difference(own, plain, bound, start):
+            if text := _first_difference(self._owned.reduced.average(name), plain, bound, start):
                 text = (
                     f"{name}: averaged gradient: {text}, according to an all-reduce of the "
                     "gradients of all ranks"

@@ -63,7 +63,7 @@ def built(family):
 
 def assert_same(engine, model, path, told_beside=""):
     """Check that a plan says of ``model`` what the engine says: its layout, numbers, routes and table."""
-    size = engine.optimizer.world_size
+    size = engine.optimizer.layout.world_size
     arguments = ["plan", "--model", model, "--config", path, "--ranks", size, "--reduction", "ordered"]
     code, out, err = run(*arguments, "--json", "--list")
     assert code == 0 and err.endswith(told_beside) and err.count("\n") == bool(told_beside)

@@ -81,7 +81,7 @@ class TestCommsLogger(DistributedTest):
             expected = {"all_reduce": {56: 2}}
             wire, = set(forecast.wires)
             # What stays here is in the size of an all-to-all of more than two ranks, too.
-            kept = [0 if optimizer.world_size == 2 else bucket.cut_numel for bucket in layout.buckets]
+            kept = [0 if layout.world_size == 2 else bucket.cut_numel for bucket in layout.buckets]
             for bucket, stays in zip(layout.buckets, kept, strict=True):
                 leaves = bucket.numel - bucket.cut_numel + stays
                 add(expected, "all_to_all_single", leaves * DTYPE_BYTES[wire], passes)
@@ -94,7 +94,7 @@ class TestCommsLogger(DistributedTest):
             for each in seen_by(rank, deal(reversed(layout.buckets))):
                 add(expected, "all_to_all_single", DTYPE_BYTES[each.deal.dtype] * sum(each.by_holder), 2)
             for bucket in layout.buckets:
-                add(expected, "broadcast", DTYPE_BYTES[bucket.dtype] * bucket.cut_numel, 2 * optimizer.world_size)
+                add(expected, "broadcast", DTYPE_BYTES[bucket.dtype] * bucket.cut_numel, 2 * layout.world_size)
             assert seen == expected
             engine.destroy()
 

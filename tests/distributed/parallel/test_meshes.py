@@ -424,7 +424,7 @@ class TestTensorsAndSequences(DistributedTest):
         for stage in (1, 2):
             module = tensors.Net(mpu)
             engine = start(module, ds_config(stage=stage, gas=GAS, clip=0.05, params={"eps": 1e-8}), mpu=mpu)
-            assert engine.optimizer.world_size == dist.get_world_size() // 2
+            assert engine.optimizer.layout.world_size == dist.get_world_size() // 2
             for step, wanted in enumerate(expected.steps):
                 for micro in range(GAS):
                     tokens = sequences(step, micro, mpu.get_data_parallel_rank())

@@ -184,7 +184,7 @@ def compare(stages, tied, *, clip, module_options=None, **changes):
     expected = oracle(tied, pipes, clip=clip)
     assert expected.steps[0].clip_factor > 1.5
     engine = start(pipeline(stages, tied=tied, **(module_options or {})), config(clip=clip, **changes))
-    assert (engine.grid.pipe_parallel_size, engine.optimizer.world_size) == (stages, pipes)
+    assert (engine.grid.pipe_parallel_size, engine.optimizer.layout.world_size) == (stages, pipes)
     for step in range(STEPS):
         loss, = train_pipeline(engine, 1, first=step)
         assert loss == pytest.approx(expected.steps[step].loss, rel=1e-5)

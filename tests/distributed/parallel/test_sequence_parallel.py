@@ -101,7 +101,7 @@ class TestAgainstTheWholeSequence(DistributedTest):
             module = PartOfASequence(seed=dist.get_rank())
             batch = GAS * dist.get_world_size() // SP
             engine = start(module, config(how, stage=stage, train_batch_size=batch), **sequence_groups(how))
-            assert engine.optimizer.world_size == dist.get_world_size()
+            assert engine.optimizer.layout.world_size == dist.get_world_size()
             assert engine.train_batch_size() == batch
 
             def check(step, gradients):

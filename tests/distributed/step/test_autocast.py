@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support import internals
 from tests.support.checkpoints import loaded
 from tests.support.expected import assert_trained_as
 from tests.support.harness import DistributedTest
@@ -150,7 +151,7 @@ class TestSection(DistributedTest):
                 # The next engine on the same module is not told anything by the one before.
                 engine.destroy()
                 engine = start(module, other or ds_config(stage=stage))
-                lower = {spec.name for spec in engine.optimizer.specs if spec.wire == "bfloat16"}
+                lower = {spec.name for spec in internals.specs(engine) if spec.wire == "bfloat16"}
                 assert lower == (set(SAFE) if other else set())
 
     def test_a_module_that_cannot_be_found(self):

@@ -81,7 +81,8 @@ class TestCompiled(DistributedTest):
         assert torch.equal(train(engine, gas=gas, direct=who == "module"), expected)
         assert counter.frame_count >= 1
         prefix = "_orig_mod." if who == "user" else ""
-        assert [spec.name for spec in engine.optimizer.specs] == [prefix + spec.name for spec in plain.optimizer.specs]
+        assert [spec.name for spec in internals.specs(engine)] == [
+            prefix + spec.name for spec in internals.specs(plain)]
         assert [r.recipe for r in engine.optimizer.routes.values()] == [
             r.recipe for r in plain.optimizer.routes.values()]
 
