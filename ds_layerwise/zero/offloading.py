@@ -54,8 +54,8 @@ class Offloading:
             self._run.places.take_away()
             if not self._hooks:
                 for module in self._holders:
-                    register: Any = module.register_state_dict_pre_hook
-                    self._hooks.append(register(_refuse))
+                    hook = module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
         with comm.errors_on_all_ranks():
             self.parking.park(room)
         get_accelerator().empty_cache()

@@ -136,8 +136,8 @@ class ReportingOptimizer(EngineOptimizer):
             text = run.products.told(recipe)
             if text is not None:
                 products[recipe] = text
-        everywhere = [*planned.routes.values(), *planned.routes_elsewhere.values()]
-        idle = idle_keys(optimizer.config, run.config, everywhere, optimizer.own_keys)
+        routes = planned.saved_routes.values()
+        idle = idle_keys(optimizer.config, run.config, routes, optimizer.own_keys)
         parts = [
             plan_table(
                 planned.routes,

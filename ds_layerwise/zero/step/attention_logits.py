@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -97,9 +96,12 @@ class AttentionLogits(StepObserver):
             everywhere[attention.name] = (attention.entry, bool(attention.scaled))
         if self._run.settings.model_group is not None:
             parts = comm.gather_objects(everywhere, group=self._run.settings.model_group)
-            everywhere = dict(chain.from_iterable(part.items() for part in parts))
+            # In the order of ranks, which is the same on all of them.
+            everywhere = {}
+            for part in parts:
+                everywhere |= part
         # "" is for modules that need not be known.
-        self._everywhere = dict.fromkeys([*everywhere, ""])
+        self._everywhere = [*everywhere, ""]
         # By module that is clipped, the number of the last update with a logit of it.
         self._last = {name: 0 for name, (_, clipped) in everywhere.items() if clipped}
         used = {entry for entry, _ in everywhere.values()}

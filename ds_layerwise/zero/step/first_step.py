@@ -228,7 +228,6 @@ class FirstStep(StepObserver):
         Raises:
             Exception: on every rank, if a rule refuses on any, or a script's optimizer raises.
         """
-        groups = self._run.optimizer.groups_now()
         keys = ["", *self._run.config.norm_groups]
         squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
         layout = self._run.planned.layout
@@ -251,21 +250,13 @@ class FirstStep(StepObserver):
             if failed.error is None and comm.rank_of(group) == (owner + 1) % comm.size_of(group):
                 # The other ranks go on to the next parameter.
                 with failed:
-                    self._compute(name, grad, held, weights, step, groups)
+                    self._compute(name, grad, held, weights, step)
         with comm.errors_on_all_ranks():
             failed.raise_original()
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
         return dict(zip(keys, sums, strict=True))
 
-    def _compute(
-        self,
-        name: str,
-        grad: Tensor,
-        held: State,
-        weights: Tensor,
-        step: Step,
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def _compute(self, name: str, grad: Tensor, held: State, weights: Tensor, step: Step) -> None:
         """Compute and keep the expected update of a parameter. ``grad`` and ``held`` are
         overwritten.
 
@@ -286,7 +277,7 @@ class FirstStep(StepObserver):
         if name not in decision.frozen:
             decision.rescale_({name: grad})
             try:
-                self._update_plainly(name, masters, grad, states, groups)
+                self._update_plainly(name, masters, grad, states)
             except UpdateError as error:
                 raise StepError(f"{name}: {error}") from error
         if name in step.scaled:
@@ -298,20 +289,13 @@ class FirstStep(StepObserver):
             if key == MASTER or self._states[name][key].kept_as is None
         }
 
-    def _update_plainly(
-        self,
-        name: str,
-        master: Tensor,
-        grad: Tensor,
-        state: State,
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def _update_plainly(self, name: str, master: Tensor, grad: Tensor, state: State) -> None:
         """Update ``master``, 1-D, and ``state`` of a whole parameter in place with ``grad``, which
         is only read.
         """
         route = self._routes[name]
         shape = route.matrix_shape or master.shape
-        hyper = Hyper(**route.hyper(groups[route.group]))
+        hyper = Hyper(**route.hyper(self._run.optimizer.groups_now()[route.group]))
         for seen in route.views(master.view(shape), grad.view(shape), state):
             copy = seen.copy()
             route.recipe.update_([copy.param], [copy.grad], [copy.state], hyper, self._site)

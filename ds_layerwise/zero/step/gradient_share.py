@@ -55,7 +55,7 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHa
         # Hooks of a script come after it, as they come after DeepSpeed's division.
         order: Any = param._backward_hooks
         for key in earlier:
-            order[key] = order.pop(key)
+            order.move_to_end(key)
     return hooks
 
 

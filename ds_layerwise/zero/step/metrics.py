@@ -42,7 +42,7 @@ class Reports(StepObserver):
         # The first group with a recipe that reads a ratio, by the ratio's key.
         self._groups: dict[str, int] = {}
         rules = set()
-        for route in {**run.planned.routes_elsewhere, **run.planned.routes}.values():
+        for route in run.planned.saved_routes.values():
             rules.add(route.recipe.rule)
             key = route.recipe.lr_ratio
             self._groups[key] = min(route.group, self._groups.get(key, route.group))

@@ -5,6 +5,7 @@ loss scale after each step. A run that skips for ever must not look healthy.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,8 +92,7 @@ class SkippedSteps(StepObserver):
             f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, "
             f"which is {self._run.config.grad_norm_skip_threshold:g}"
         )
-        if self._are_too_many():
-            raise self._too_many(step, f"{why}; raise the threshold,")
+        self._end_if_too_many(step, lambda: f"{why}; raise the threshold,")
         if self._above.bit_count() == 1:
             warn(
                 f"step {step} was skipped: {why} ({self._above} such steps in this process, "
@@ -100,21 +100,23 @@ class SkippedSteps(StepObserver):
             )
 
     def _judge(self, step: int) -> None:
-        if self._are_too_many():
-            raise self._too_many(step, f"{self._blame()};")
+        self._end_if_too_many(step, lambda: f"{self._blame()};")
         tens, rest = divmod(self._in_a_row, _FIRST_WARNING)
         if rest == 0 and tens.bit_count() == 1:
             warn(f"step {step} was skipped {self._in_a_row} consecutive times: {self._blame()}")
 
-    def _are_too_many(self) -> bool:
-        most = self._run.config.max_skipped_steps
-        return most is not None and self._in_a_row >= most
+    def _end_if_too_many(self, step: int, why: Callable[[], str]) -> None:
+        """Raise an error if too many steps were skipped in a row.
 
-    def _too_many(self, step: int, why: str) -> StepError:
-        return StepError(
-            f"step {step} was skipped {self._in_a_row} consecutive times: {why} look for the "
-            "cause, or allow more (layerwise.max_skipped_steps)"
-        )
+        Args:
+            why: returns the reason; it may ask all ranks, and is called only for the error.
+        """
+        most = self._run.config.max_skipped_steps
+        if most is not None and self._in_a_row >= most:
+            raise StepError(
+                f"step {step} was skipped {self._in_a_row} consecutive times: {why()} look for the "
+                "cause, or allow more (layerwise.max_skipped_steps)"
+            )
 
     def _blame(self) -> str:
         """Return the name of the first parameter, in model order, whose averaged gradient is not
