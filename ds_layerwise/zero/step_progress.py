@@ -49,11 +49,7 @@ class Progress:
     def __init__(self, engine: Callable[[], Any], state: StepState) -> None:
         self._engine = engine
         self.state = state
-        # The number of the step that the reductions belong to, their count, and the micro-batch of
-        # the last one. Reductions whose gradients were dropped since also count.
-        self._step = -1
-        self._reductions = 0
-        self._last_reduced = -1
+        self.forget_reductions()
         self._first_name = ""
         self._passes_at_start = 0
         self.unended: set[int] = set()
@@ -120,6 +116,8 @@ class Progress:
 
     def forget_reductions(self) -> None:
         """Reset the reductions of the current step."""
+        # The number of the step that the reductions belong to, their count, and the micro-batch of
+        # the last one. Reductions whose gradients were dropped since also count.
         self._step = self._first_of_step()
         self._reductions = 0
         self._last_reduced = -1

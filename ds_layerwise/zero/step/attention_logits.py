@@ -55,8 +55,6 @@ class AttentionLogits(StepObserver):
         self._run = run
         self._updates = 0
         self._warned = False
-        self._attentions: list[Attention] = []
-        self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         if not self.measures:
             return
         with comm.errors_on_all_ranks():
@@ -66,6 +64,7 @@ class AttentionLogits(StepObserver):
             _check_hooks(self._attentions, run.planned.routes)
         self._compare()
         self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
+        self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         start = 0
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
@@ -170,13 +169,12 @@ class AttentionLogits(StepObserver):
         share of the heads.
         """
         group = self._sequence_group
-        if self.clip is None or group is None:
-            self.note(module, largest)
-        else:
+        if self.clip is not None and group is not None:
             # Ulysses deals heads out in the order of ranks.
             by_rank = largest.new_full((comm.size_of(group), largest.numel()), -math.inf)
             by_rank[comm.rank_of(group)] = largest
-            self.note(module, by_rank)
+            largest = by_rank
+        self.note(module, largest)
 
     def restart(self) -> None:
         """Forget the logits recorded since the last step: they belong to old weights."""

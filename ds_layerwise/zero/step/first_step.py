@@ -89,12 +89,11 @@ class FirstStep(StepObserver):
         self._owned = run.owned
         self._specs = run.planned.specs
         self._routes = run.planned.routes
-        self._states = {
-            spec.name: self._routes[spec.name].states(spec.numel) for spec in self._specs
-        }
+        self._states = {}
         """The states of whole parameters, by name."""
+        for spec in self._specs:
+            self._states[spec.name] = self._routes[spec.name].states(spec.numel)
         self._site = Site(run.products.dtypes)
-        self._compares = False
         self.restart()
 
     def restart(self) -> None:

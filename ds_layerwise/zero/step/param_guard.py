@@ -23,7 +23,10 @@ class Guard:
         self._run = run
         self._model = run.model
         self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
-        self._known = {param for param in self._at_start.values() if param.requires_grad}
+        self._known: set[nn.Parameter] = set()
+        for param in self._at_start.values():
+            if param.requires_grad:
+                self._known.add(param)
         self._hidden: set[str] = set()
         self._reported: set[str] = set()
         self._take_note()
