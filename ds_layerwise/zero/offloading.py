@@ -54,8 +54,11 @@ class Offloading:
             self._run.places.take_away()
             if not self._hooks:
                 for module in self._holders:
-                    hook = module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
-                    self._hooks.append(hook)
+                    self._hooks.append(
+                        module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                            _refuse
+                        )
+                    )
         with comm.errors_on_all_ranks():
             self.parking.park(room)
         get_accelerator().empty_cache()

@@ -170,10 +170,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
 
     def exit_backward(self) -> None:
         """Leave a backward pass, which counts if it had gradients; see
-        :mod:`.zero.step_progress`. The next one may queue its own callback.
-
-        The base class allows this only in ``engine.forward``. A second backward pass after one
-        forward pass would never be finished.
+        :mod:`.zero.step_progress`.
         """
         engine = self._engine()
         # If the loss of this rank reaches none of its parameters, the pass still counts: the rank
@@ -182,6 +179,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         super().exit_backward()
         state = self._backward_hook_state
         if not state.backward_active_depth:
+            # The base class lets only the first pass after ``engine.forward`` queue its callback. A
+            # second one would never be finished.
             state.post_backward_callback_queued = False
             state.hooks_fired_this_backward = 0
             if counts:
