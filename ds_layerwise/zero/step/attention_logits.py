@@ -169,12 +169,13 @@ class AttentionLogits(StepObserver):
         share of the heads.
         """
         group = self._sequence_group
-        if self.clip is not None and group is not None:
+        if self.clip is None or group is None:
+            self.note(module, largest)
+        else:
             # Ulysses deals heads out in the order of ranks.
             by_rank = largest.new_full((comm.size_of(group), largest.numel()), -math.inf)
             by_rank[comm.rank_of(group)] = largest
-            largest = by_rank
-        self.note(module, largest)
+            self.note(module, by_rank)
 
     def restart(self) -> None:
         """Forget the logits recorded since the last step: they belong to old weights."""
