@@ -437,15 +437,16 @@ def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
     original()
     if engine.client_lr_scheduler:
         with comm.errors_on_all_ranks():
-            _check_client(engine, engine.lr_scheduler)
+            _check_client(engine)
 
 
-def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
+def _check_client(engine: DeepSpeedEngine) -> None:
     """Refuse a scheduler that has no effect here.
 
     Raises:
         ConfigError: names its class and the way out.
     """
+    schedule = engine.lr_scheduler
     known = {id(group) for group in engine.optimizer.param_groups}
     moved = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
     if moved is not None and not any(id(group) in known for group in moved):

@@ -202,8 +202,9 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         with self.progress.reduction():
             if pipeline_parallel and self.settings.stage == 1:
                 if not self._copies_are_checked:
-                    copies = run.planned.saved_elsewhere - dict(run.tied).keys()
-                    pipeline.check_copies(copies, grad_sync.got)
+                    pipeline.check_copies(
+                        run.planned.saved_elsewhere - dict(run.tied).keys(), grad_sync.got
+                    )
                     self._copies_are_checked = True
                 # The engine sums tied gradients that are still on their parameters. Ours are in
                 # buffers, so they are summed here.

@@ -155,8 +155,7 @@ class ReportingOptimizer(EngineOptimizer):
                 "quack-kernels"
             )
         if planned.left_out:
-            names = few(planned.left_out)
-            parts.append(f"in no parameter group, so not trained here: {names}")
+            parts.append(f"in no parameter group, so not trained here: {few(planned.left_out)}")
         parts.append(self.attention.summary())
         if run.config.overlap_param_gather:
             parts.append(timer_told(run.engine().tput_timer.config, run.device))

@@ -96,10 +96,9 @@ class Settings(RunConfig):
         Raises:
             ConfigError: the ranks of that group are others, or in another order.
         """
-        group = self.expert_groups[group_name]
         ep_size: int = groups._get_expert_parallel_world_size(group_name)
         ours = comm.ranks_of(self.group)
-        ranks = comm.ranks_of(group)
+        ranks = comm.ranks_of(self.expert_groups[group_name])
         if self.lanes > 1 and (ep_size % self.lanes or self.stage_group is not None):
             raise ConfigError(
                 f"{expert} is an expert of group {group_name}, whole on each of {self.lanes} "

@@ -71,8 +71,7 @@ class Reports(StepObserver):
         """Add the statistics of the update. No rank gets any if the update failed on one."""
         if not self._watches(step):
             return
-        device = self._run.device
-        none = torch.zeros((), dtype=widest_float(), device=device)
+        none = torch.zeros((), dtype=widest_float(), device=self._run.device)
         # Fill on the device: a copy would make the host wait for it.
         sums = [torch.full_like(none, step.failed)]
         for key in self._keys:
