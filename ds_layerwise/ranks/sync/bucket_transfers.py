@@ -118,15 +118,11 @@ class Wire:
         if self.inside is not None:
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
         sent = turn.cast("sent", memory, wire_dtype)
-        if self.native:
-            return self._reduce_natively(turn, sent, out, divide_by)
-        return self._reduce_at_owners(turn, sent, out, divide_by)
-
-    def _reduce_natively(self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float) -> Pending:
-        """Begin the backend's sum of equal parts, in the dtype of ``sent``."""
+        if not self.native:
+            return self._reduce_at_owners(turn, sent, out, divide_by)
         received = out
-        if out.dtype != sent.dtype:
-            received = turn.empty("received", out.numel(), sent.dtype)
+        if out.dtype != wire_dtype:
+            received = turn.empty("received", out.numel(), wire_dtype)
         work = comm.reduce_scatter(received, sent, group=self.group)
         return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
 

@@ -217,9 +217,7 @@ class Transfer:
         )
 
         def into_place() -> None:
-            if places := _parts(round_.runs, self._cut_of):
-                sizes = [place.numel() for place in places]
-                torch._foreach_copy_(places, packed.split_with_sizes(sizes))
+            unpack(packed, _parts(round_.runs, self._cut_of))
             if round_.stay is not None:
                 (stay,) = _parts([round_.stay], self._cut_of)
                 if stay.data_ptr() != stays.data_ptr():
@@ -260,3 +258,9 @@ def _rows(round_: Round, shard: Tensor, moved: Tensor) -> list[tuple[Stretch, Te
         found.append((row, value, by_rank[:, first : first + row.cut]))
         first += row.cut
     return found
+
+
+def unpack(packed: Tensor, places: list[Tensor]) -> None:
+    """Copy the parts of ``packed`` into ``places``."""
+    if places:
+        torch._foreach_copy_(places, packed.split_with_sizes([place.numel() for place in places]))
