@@ -12,6 +12,9 @@ from pathlib import Path
 from ds_layerwise.checkpoint.manifest import FILE_NAME, MARKS, SIGNATURE, Manifest
 from ds_layerwise.errors import LayerWiseError
 
+#: The beginnings of the names of DeepSpeed's files, which end in ``_states.pt``.
+_OF_DEEPSPEED = ("mp_rank_", "zero_pp_rank_", "bf16_zero_pp_rank_", "layer_", "expert_")
+
 
 def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
     """Return the paths within ``folder`` of everything that no save wrote: files, links, and empty
@@ -32,7 +35,7 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
         if rest:
             is_known = top == "zero" and (rest.endswith(".pt") or (folder / name).is_dir())
         else:
-            is_known = top == "zero" or top.endswith(("_optim_states.pt", "model_states.pt"))
+            is_known = top.startswith(_OF_DEEPSPEED) and top.endswith("_states.pt") or top == "zero"
         if is_known or name in listed or name in MARKS:
             continue
         if not any(fnmatchcase(name, glob) for glob in replaces):

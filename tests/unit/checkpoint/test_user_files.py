@@ -21,8 +21,9 @@ def choose(way, monkeypatch):
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
 
 
-#: Among them names like those of a checkpoint, further down.
-FILES = ["tokenizer.json", "rng_rank0.pt", "sub/more.txt", "sub/mp_rank_00_model_states.pt", "zero/notes.txt"]
+#: Among them names like those of a checkpoint, further down or with another beginning.
+FILES = ["tokenizer.json", "rng_rank0.pt", "sub/more.txt", "sub/mp_rank_00_model_states.pt", "zero/notes.txt",
+         "ema_model_states.pt"]
 
 
 def put(folder, names=FILES):
