@@ -129,6 +129,7 @@ def _put_together(original: Method, engine: DeepSpeedEngine) -> Any:
     """Put whole weights together of those that AutoTP has cut, as a Trainer's save does. DeepSpeed
     leaves copies in place of the parameters' memory, which they get back.
     """
+    engine.optimizer.checkpoint_event_prologue()
     places = [(param, param.data) for param in engine.module.parameters()]
     try:
         return original()

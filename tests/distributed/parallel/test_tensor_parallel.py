@@ -24,7 +24,15 @@ from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import MATRICES, UNIVERSAL_PARTS, Mpu, Net, batch, dim_of, mark, part
-from tests.support.training import MUON, ds_config, from_all_ranks, reduced_gradients, relative_error, start
+from tests.support.training import (
+    MUON,
+    arrive_late,
+    ds_config,
+    from_all_ranks,
+    reduced_gradients,
+    relative_error,
+    start,
+)
 from tests.support.universal import convert
 from tests.support.versions import needs
 
@@ -587,6 +595,22 @@ class TestAutoTp(DistributedTest):
             for name, value in saved.items():
                 dim = [size != whole for size, whole in zip(value.shape, shapes[name], strict=True)]
                 assert torch.equal(weights[name].chunk(2, dim.index(True))[0] if any(dim) else weights[name], value)
+
+    def test_whole_weights_are_new_whatever_is_under_way(self, monkeypatch):
+        """After a step that waits for no gather, and with states on the host."""
+        arrive_late(monkeypatch)
+        engine = start(llama(), ds_config(layerwise={"overlap_param_gather": True}, tensor_parallel={"autotp_size": 2}))
+        ids = torch.arange(16).view(2, 8)
+        for offloads in (False, True):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            if offloads:
+                engine.offload_states()
+            weights = engine._consolidated_16bit_state_dict()
+            engine.optimizer.wait_for_params()
+            for name, param in engine.module.named_parameters():
+                parts = torch.cat(from_all_ranks(param.detach().flatten())[:2])
+                assert dist.get_rank() or torch.equal(weights[name].unique(), parts.unique()), name
 
     def test_groups_of_tp_model_init_that_are_others_are_refused(self):
         """Gradients would be averaged over ranks with other parts."""
