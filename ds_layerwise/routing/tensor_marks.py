@@ -164,8 +164,9 @@ def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
     if num_heads % tp_size or not in_one_run or hasattr(param, PART_SHAPES):
         raise RoutingError(
             f"{name}: {num_heads} heads do not lie whole on {tp_size} tensor-parallel "
-            f"ranks{'' if in_one_run else ', which have several runs of rows each'}; orthogonalise "
-            "it as one matrix, without num_heads and per_head_muon"
+            f"ranks{'' if in_one_run else ', which have several runs of rows each'}, or not as "
+            "many on each; orthogonalise it as one matrix, without num_heads and per_head_muon, "
+            "and leave layerwise.qk_clip out"
         )
     return num_heads // tp_size
 
