@@ -329,10 +329,10 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             others: dict[str, Any] = {}
             if is_cut(engine):
                 others = load_safely(model_file, with_objects=True)["module"]
-            elif optimizer.settings.tp_rank == 0:
+            elif len(parts) == 1:
                 others |= untrained(engine.module, optimizer._params.values())
-                if len(parts) > 1:
-                    others |= optimizer.checkpointing.rest_of(regular, saved, parts, {})
+            elif optimizer.settings.tp_rank == 0:
+                others |= optimizer.checkpointing.rest_of(regular, saved, parts, {})
             names += universal.write_model(model_file, others, incomplete)
         written = _listed(engine, incomplete, names)
     everyone = comm.gather_objects(written, group=None)

@@ -503,6 +503,18 @@ class TestOtherCuts(DistributedTest):
                                                  "no piece of a whole one; resume with 2"):
             engine.load_checkpoint(tmp_path, tag="saved")
 
+    def test_a_universal_checkpoint_has_no_parts_of_what_was_left_out(self, tmp_path):
+        cuts = {"matrix": ((8, 8), {"partition_dim": 0}), "frozen": ((8, 4), {"partition_dim": 1})}
+        for mpu in (Mpu(2), None):
+            module = Few(mpu, cuts)
+            module.frozen.requires_grad_(False)
+            engine = start(module, ds_config(layerwise={"save_universal": True}), mpu=mpu or Mpu(1))
+            if mpu is not None:
+                engine.save_checkpoint(tmp_path, tag="saved", exclude_frozen_parameters=True)
+        assert [path.name for path in (tmp_path / "saved_universal" / "zero").iterdir() if path.is_dir()] == ["matrix"]
+        with pytest.raises(LayerWiseError, match="lacks frozen, which the model has"):
+            engine.load_checkpoint(tmp_path, tag="saved_universal")
+
     def test_earlier_versions_did_not_say_how(self, tmp_path):
         """They load with as many parts."""
         mpu, cuts = Mpu(2), {"matrix": ((8, 8), {"partition_dim": 0})}
