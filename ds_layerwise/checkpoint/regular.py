@@ -380,10 +380,12 @@ def parts_in(folder: Path) -> int:
         LayerWiseError: a file is unreadable, or not ours.
     """
     count = mp_size(folder)
+    if count == 1:
+        return count
     # More are parts, or stages of a pipeline.
-    for path in folder.glob("*zero_pp_rank_*_optim_states.pt") if count > 1 else ():
-        return int(read(path)[KEY]["num_parts"])
-    return count
+    prefix = _prefix(folder, "_optim_states.pt")
+    path = next(folder.glob(f"{prefix}zero_pp_rank_*_optim_states.pt"))
+    return int(read(path)[KEY]["num_parts"])
 
 
 def refuse_parts(folder: Path) -> None:
@@ -407,8 +409,9 @@ def _prefix(folder: Path, ending: str) -> str:
     if len(found) != 1:
         raise LayerWiseError(
             f"{folder} has {'two kinds of' if found else 'no'} files named "
-            f"*zero_pp_rank_*{ending}, so no optimizer states to load, and no weights that were "
-            "saved at ZeRO stage 3; for those of another stage alone, load_checkpoint(..., "
+            f"*zero_pp_rank_*{ending}, so no optimizer states to load, and no weights that are in "
+            "them alone: of ZeRO stage 3, of another number of parts, or of a module that layers "
+            "of a pipeline share; for other weights, load_checkpoint(..., "
             "load_optimizer_states=False)"
         )
     return found.pop()

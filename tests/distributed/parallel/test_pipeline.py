@@ -463,6 +463,14 @@ class TestCheckpoints(DistributedTest):
                 assert engine.optimizer.step_count == engine.global_steps == 3
             self.load(engine, run_of_4, "global_step3", expected, load_module_only=True, states=False)
 
+    @pytest.mark.world_size([1, 2])
+    def test_weights_alone_need_no_file_of_the_optimizer(self, run_of_4, tmp_path):
+        on_rank_0(lambda: shutil.copytree(run_of_4 / "global_step3", tmp_path / "weights",
+                                          ignore=shutil.ignore_patterns("*optim*", "layerwise_manifest.json")))
+        engine = start(with_frozen(dist.get_world_size()), config(bf16={"enabled": True}))
+        expected = torch.load(run_of_4 / "saved.pt")
+        self.load(engine, tmp_path, "weights", expected, load_optimizer_states=False, states=False)
+
     @pytest.mark.world_size(2)
     def test_deepspeeds_converter(self, run_of_4, tmp_path):
         convert(run_of_4 / "global_step3", tmp_path / "converted")
