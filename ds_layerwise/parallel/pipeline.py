@@ -226,12 +226,23 @@ def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
         )
 
 
-def shares_modules(model: nn.Module) -> bool:
-    """Tell whether layers of the pipeline share a module. DeepSpeed writes it into the file of each
-    layer that has no function of its own, so maybe into none.
+def shared_modules(model: nn.Module) -> list[TiedLayerSpec]:
+    """Return the modules that layers of the pipeline share, by the first layer of each. DeepSpeed
+    writes one into the file of each layer that has no function of its own, so maybe into none.
     """
+    first: dict[str, TiedLayerSpec] = {}
     specs: Any = model._layer_specs if is_pipeline(model) else ()
-    return any(isinstance(spec, TiedLayerSpec) for spec in specs)
+    for spec in specs:
+        if isinstance(spec, TiedLayerSpec):
+            first.setdefault(spec.key, spec)
+    return list(first.values())
+
+
+def lacks_files(model: nn.Module) -> bool:
+    """Tell whether DeepSpeed, which lets the first stage send a shared module to the others, has no
+    layer's file to load it from there.
+    """
+    return any(spec.forward_fn for spec in shared_modules(model))
 
 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:

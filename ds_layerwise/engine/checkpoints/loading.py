@@ -81,16 +81,18 @@ def _load_checked(
         return _nothing_loaded(engine, load_dir)
     folder = Path(load_dir, tag)
     states = load_optimizer_states and not load_module_only
-    is_universal, masters_only = _checked(engine, folder, custom_load_fn, states=states)
+    masters = pipeline.lacks_files(engine.module)
+    is_universal, masters_only = _checked(engine, folder, custom_load_fn, states=states or masters)
+    masters = masters or masters_only
     checkpointing = engine.optimizer.checkpointing
     load = Load()
-    if states or masters_only:
+    if states or masters:
         load = checkpointing.prepare_load(
             folder,
             partial(checkpointing.open_folder, folder),
             states=states,
             strict=load_module_strict,
-            masters=masters_only or engine.zero_load_from_fp32_weights(),
+            masters=masters or engine.zero_load_from_fp32_weights(),
             masters_only=masters_only,
         )
     load.wants_scheduler = load_lr_scheduler_states and not load_module_only
@@ -115,7 +117,7 @@ def _load_checked(
                 load_module_only,
                 custom_load_fn,
             )
-        if not (states or masters_only):
+        if not (states or masters):
             checkpointing.restart_step()
         elif load.plan is not None:
             # The engine has not looked for masters.

@@ -634,7 +634,7 @@ class Checkpointing:
         masters_win = not load.weights_win and (
             load.masters_only
             or load.header.dtypes != tuple(run.planned.layout.buffers)
-            or pipeline.shares_modules(run.model)
+            or bool(pipeline.shared_modules(run.model))
         )
         owned.take_back(plan.loaded, masters_win=masters_win)
         for name, keys in plan.restarts.items():

@@ -202,6 +202,25 @@ class TestPipelineAndTensors(DistributedTest):
             engine.destroy()
 
 
+    @pytest.mark.world_size(4)
+    def test_weights_alone(self, tmp_path):
+        """With the shared module, which no layer's file has."""
+        mpu = Mpu(1)
+        engine = start_3d(2, mpu)
+        train_3d(engine, range(2))
+        engine.save_checkpoint(tmp_path, tag="saved")
+        saved = shared(weights_of(engine), mpu)
+        for stages, options in ((2, {"load_module_only": True}), (1, {"load_optimizer_states": False})):
+            other = start_3d(stages, mpu)
+            train_3d(other, [9])
+            other.load_checkpoint(tmp_path, tag="saved", **options)
+            assert_equal_states(shared(weights_of(other), mpu), saved, stages)
+            other.destroy()
+        on_rank_0(lambda: (tmp_path / "saved" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink())
+        with pytest.raises(LayerWiseError, match="zero_pp_rank_0_mp_rank_00_optim_states.pt is missing"):
+            engine.load_checkpoint(tmp_path, tag="saved", load_module_only=True)
+
+
 class TestUntrained(DistributedTest):
     """Values that a pipeline does not train, whose layers have files of their own."""
 
