@@ -120,9 +120,11 @@ class Recut:
         if name in self._was:
             before = values
         now = self._count if name in self._now else 1
-        shape = values[0].shape
-        of_part = self._parts[0].header.shapes.get(name, shape)
-        is_other = len(shape) != len(of_part) or shape[axis : axis + 1] != of_part[axis : axis + 1]
+        is_other = False
+        for value, part in zip(values, self._parts, strict=True):
+            its = tuple(value.shape)
+            of_part = part.header.shapes.get(name, its)
+            is_other |= len(its) != len(of_part) or its[axis : axis + 1] != of_part[axis : axis + 1]
         if is_other or len(before) == now == 1:
             if not all(torch.equal(values[0], value) for value in values):
                 raise LayerWiseError(
@@ -157,7 +159,7 @@ class Recut:
         tensors = {}
         for key, values in found.items():
             tensors[key] = self.cut_anew(name, values, key)
-            if values[0].shape == self._parts[0].header.shapes[name]:
+            if tensors[key].shape == self.header.shapes[name]:
                 # A copy, so that memory for one whole state suffices.
                 tensors[key] = tensors[key].reshape(-1)[start:stop].clone()
         return [PieceRecord(name, start, tensors.pop(""), tensors)]

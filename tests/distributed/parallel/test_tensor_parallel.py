@@ -868,6 +868,30 @@ class TestUnequalParts(DistributedTest):
                     assert torch.equal(value, wanted), (name, key, tag)
                 engine.destroy()
 
+    @pytest.mark.world_size(4)
+    def test_a_state_that_looks_like_the_first_part(self, tmp_path, monkeypatch):
+        """A number a row, beside a part of one column."""
+        monkeypatch.setitem(globals(), "UNEQUAL", {"column": ((6, 3), 1, (1, 2), ())})
+        layerwise = {"save_universal": True, "overrides": [{"name": "*", "optimizer": "normuon"}]}
+
+        def begin(mpu):
+            return start(UnequalParts(mpu), ds_config(layerwise=layerwise), mpu=mpu or Mpu(1))
+
+        def held(engine):
+            """The states of each rank that has some, as a column."""
+            every = from_all_ranks([piece.state["moment2_buffer"].clone() for piece in internals.records(engine)])
+            return [state.view(6, 1) for of_rank in every for state in of_rank]
+
+        mpu = Mpu(2)
+        engine = begin(mpu)
+        train_unequal(engine, mpu, range(2))
+        engine.save_checkpoint(tmp_path, tag="saved")
+        saved = held(engine)
+        for tag in ("saved", "saved_universal"):
+            for other in (mpu, None):
+                found = held(loaded(begin(other), tmp_path, tag=tag))
+                assert found and all(torch.equal(state, saved[0]) for state in found + saved), tag
+
     @pytest.mark.world_size(1)
     def test_the_file_is_whole_for_the_command_line(self, run_of_4):
         assert main(["verify", str(run_of_4 / "saved"), "--quiet"]) == 0
