@@ -256,10 +256,12 @@ class ModelFile:
                 f"{path} has no module, as DeepSpeed's model files do; load another checkpoint"
             )
         shapes = {}
+        listed: list[str] = []
         module: dict[str, Any] = {}
         # The other stages of a pipeline, or parts, whose names are the same.
         for each in (*_others(path, load), content):
             shapes.update(shapes_in(each))
+            listed += shapes_in(each)
             module.update(each["module"] or {})
         experts = _experts(folder, load, mp_rank)
         elsewhere: set[str] = set()
@@ -271,6 +273,8 @@ class ModelFile:
             for name in experts:
                 # The file has those of the rank that wrote it alone.
                 frozen.pop(name, None)
+        # Stages have the same names for little, parts for everything.
+        parts = len(listed) // max(1, len(shapes))
         stacks = _stacks_in(content, shapes)
         shapes |= stacks
         weights = {}
@@ -279,7 +283,6 @@ class ModelFile:
                 weights[name] = value
         aliases = _aliases(content, weights)
         world_size = int(content.get("dp_world_size") or 1)
-        parts = int(content.get("mp_world_size", 1))
         return cls(path, weights, shapes, frozenset(stacks), frozen, aliases, world_size, parts)
 
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
