@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
 from ds_layerwise.optimizers.recipe import Shape
-from ds_layerwise.routing.tensor_marks import is_expert_stack
+from ds_layerwise.routing.tensor_marks import PART_SHAPES, is_expert_stack
 
 #: The names under which the older tools keep the weight that they compute ``weight`` from.
 _OLDER = ("weight_orig", "weight_v")
@@ -179,6 +179,8 @@ CONVOLUTIONS = (
 def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
     """Return the matrix shape of ``param`` in ``module``, or None, and the reason."""
     shape = tuple(param.shape)
+    # On another tensor-parallel rank, what has one row here has more.
+    most = max(getattr(param, PART_SHAPES, [shape]))
     if len(shape) < 2:
         return None, "fewer than two axes"
     if isinstance(module, CONVOLUTIONS) and len(shape) == len(module.kernel_size) + 2:
@@ -190,15 +192,15 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
         experts = getattr(module, "moe_num_experts", 0)
         if kind == _EXPERTS_IN_ROWS and experts and shape[0] % experts == 0:
             return (experts, shape[0] // experts, shape[1]), "stack of matrices, by expert"
-        if 1 in shape:
+        if 1 in most:
             return None, "a vector"
         return shape, "matrix"
     if len(shape) == 3:
         if kind in _OUTPUTS_BY_HEAD:
             return (shape[0], shape[1] * shape[2]), "matrix, outputs by head"
-        if is_expert_stack(param) and 1 not in shape[1:]:
+        if is_expert_stack(param) and 1 not in most[1:]:
             return shape, "stack of matrices, by expert"
-        if shape[0] == 1 or 1 in shape[1:]:
+        if most[0] == 1 or 1 in most[1:]:
             return None, "three axes, but no stack of matrices"
         unlike = (
             ", far more matrices than rows or columns: if it is none, send it to the scalar "

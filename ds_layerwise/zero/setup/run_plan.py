@@ -163,7 +163,8 @@ def _largest(routed: Routed) -> list[ParamSpec]:
     specs = []
     for spec in routed.specs:
         shapes = getattr(routed.trained[spec.name], PART_SHAPES, [spec.shape])
-        largest = max(shapes, key=math.prod)
+        # They differ along one axis.
+        largest = max(shapes)
         work = spec.work
         if not routed.routes[spec.name].tp_lengths:
             # It is for the matrices of this part, and else for whole ones.
