@@ -380,12 +380,12 @@ def parts_in(folder: Path) -> int:
         LayerWiseError: a file is unreadable, or not ours.
     """
     count = mp_size(folder)
-    if count == 1:
-        return count
-    # More are parts, or stages of a pipeline.
-    prefix = _prefix(folder, "_optim_states.pt")
-    path = next(folder.glob(f"{prefix}zero_pp_rank_*_optim_states.pt"))
-    return int(read(path)[KEY]["num_parts"])
+    if count > 1:
+        # They are parts, or stages of a pipeline.
+        prefix = _prefix(folder, "_optim_states.pt")
+        path = next(folder.glob(f"{prefix}zero_pp_rank_*_optim_states.pt"))
+        count = int(read(path)[KEY]["num_parts"])
+    return count
 
 
 def refuse_parts(folder: Path) -> None:

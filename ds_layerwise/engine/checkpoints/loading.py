@@ -83,7 +83,7 @@ def _load_checked(
     states = load_optimizer_states and not load_module_only
     masters = pipeline.lacks_files(engine.module)
     is_universal, masters_only = _checked(engine, folder, custom_load_fn, states=states or masters)
-    masters = masters or masters_only
+    masters |= masters_only
     checkpointing = engine.optimizer.checkpointing
     load = Load()
     if states or masters:
