@@ -113,7 +113,7 @@ class Recut:
             raise LayerWiseError(
                 f"{name} was or is not cut into pieces along one axis, equal ones if in several "
                 "runs, the same then and now, and cannot be cut anew; resume with "
-                f"{len(values)} tensor-parallel part(s)"
+                f"{len(values)} tensor-parallel part(s), and save without layerwise.save_universal"
             )
         axis, runs, *_ = cut
         before = values[:1]
@@ -225,7 +225,8 @@ def check_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
         if tuple(saved[name]) != (math.prod(shape),):
             raise LayerWiseError(
                 f"{name} is {tuple(saved[name])} in the checkpoint, {tuple(shape)} in the model; a "
-                "parameter that changed its shape needs another name, or a checkpoint without it"
+                "parameter that changed its shape needs another name, or a checkpoint without it, "
+                "and as many tensor-parallel parts of other lengths a universal checkpoint"
             )
 
 
