@@ -95,8 +95,8 @@ class Parameters(nn.Module):
 
 
 def optimizers(*, with_stock: bool) -> dict[str, dict[str, Any]]:
-    """Return the ``optimizer`` section of each side, by name; stock's for each dtype that it
-    computes in here, or ours alone, in float32.
+    """Return the ``optimizer`` section of each side, by name: stock's for each dtype that it
+    computes in here, and ours in these, in its own choice, and in float32; or ours in float32 alone.
     """
     rates = {"muon_lr": 0.02, "adam_lr": 3e-3}
     stock = {
@@ -111,7 +111,7 @@ def optimizers(*, with_stock: bool) -> dict[str, dict[str, Any]]:
             "type": "LayerWiseMuon",
             "params": {**rates, "ns_dtype": _SHORT.get(dtype, dtype), "ns_steps": STEPS},
         }
-        for dtype in ((*stock, "auto") if with_stock else ("float32",))
+        for dtype in (*stock, *(["auto"] * with_stock), "float32")
     }
     return {
         **{f"stock Muon, {dtype}": section for dtype, section in stock.items()},
