@@ -96,7 +96,7 @@ class Parameters(nn.Module):
 
 def optimizers(*, with_stock: bool) -> dict[str, dict[str, Any]]:
     """Return the ``optimizer`` section of each side, by name: stock's for each dtype that it
-    computes in here, and ours in these, in its own choice, and in float32; or ours in float32 alone.
+    computes in here, and ours in these, in its own choice, and in float32; or that one alone.
     """
     rates = {"muon_lr": 0.02, "adam_lr": 3e-3}
     stock = {
