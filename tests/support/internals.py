@@ -240,7 +240,7 @@ def is_first_step_due(engine: Any) -> bool:
 
 def param_cuts(engine: Any) -> list[torch.Tensor]:
     """Return the memory of this rank's cuts of whole parameters at ZeRO stage 3."""
-    return list(param_sync(engine)._all_cuts.apart)
+    return list(param_sync(engine)._all_cuts.tensors[len(engine.optimizer._run.shards.tensors):])
 
 
 def persistent(engine: Any) -> list[torch.Tensor]:

@@ -224,7 +224,12 @@ class ParamCuts:
         self.take_note()
 
     def take_note(self) -> None:
-        """Let cuts count as not written."""
+        """Let cuts count as not written.
+
+        DeepSpeed's fetches, which have a stream of their own, wait for all that the current stream
+        has written into cuts so far.
+        """
+        self._fetches.follow()
         self._versions = self._versions_now()
         self._followed = False
 
@@ -254,13 +259,9 @@ class ParamCuts:
         """Gather the parameters that stay whole between steps, if they have been whole before. A
         collective.
 
-        DeepSpeed's fetches, which have a stream of their own, wait for all that the current stream
-        has written into cuts.
-
         In the first forward pass, DeepSpeed must meet them released: it takes note of those that a
         module uses of another while it fetches them.
         """
-        self._fetches.follow()
         if self._were_whole:
             persistent = self._fetcher.persistent_parameters
             persistent[0].all_gather(persistent)

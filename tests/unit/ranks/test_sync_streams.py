@@ -258,12 +258,12 @@ class Cuts:
     def __init__(self, layout, stream):
         self.cuts = {slot.name: torch.zeros(bucket.cut_of(slot)) for bucket in layout.buckets for slot in bucket.slots}
         self.of = self.cuts.__getitem__
-        self.fetch_persistent = streams.SideStream(stream).follow
+        self.take_note = streams.SideStream(stream).follow
 
     def release(self):
         """Nothing is whole, or stays so."""
 
-    take_note = release
+    fetch_persistent = release
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -276,7 +276,7 @@ def test_cuts_are_fetched_after_updates_have_written_them(machine, follows):
         values = new_shards(layout, 1, torch.device("cpu"))
         cuts = Cuts(layout, fetching)
         if not follows:
-            cuts.fetch_persistent = cuts.release
+            cuts.take_note = cuts.release
         sync = CutSync(values, cuts, groups={1: Group("all", 4, 1)}, ep_size={})
         fetching.wait_stream(computing)
 
