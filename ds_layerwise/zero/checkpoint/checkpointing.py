@@ -453,11 +453,20 @@ class Checkpointing:
         return rest
 
     def _check_rest(self, count: int) -> None:
-        """Refuse what is not trained in a pipeline, whose layers have files of their own.
+        """Refuse what cannot be put together, or cut into other parts: pieces of several runs that
+        differ between ranks, and what is not trained in a pipeline, whose layers have files of
+        their own.
 
         Raises:
             LayerWiseError: names it.
         """
+        for name, cut in self._cuts.items():
+            if cut is None:
+                raise LayerWiseError(
+                    f"{name} is not cut into pieces along one axis, equal ones if in several runs, "
+                    f"and cannot be put together of {count} tensor-parallel parts; save without "
+                    "layerwise.save_universal"
+                )
         model = self._run.model
         if not pipeline.is_pipeline(model):
             return

@@ -461,6 +461,10 @@ class TestOtherCuts(DistributedTest):
                 {"matrix": ((8, 8), cols)})
         refused(2, 1, "gate_up was or is not cut into pieces along one axis, equal ones if in several runs",
                 {"gate_up": ((14, 8), {**rows, "partition_stride": 2})})
+        # What no save could put together is said at the start.
+        with pytest.raises(LayerWiseError, match="gate_up is not cut .* cannot be put together of 2 tensor-parallel"):
+            self.train({"gate_up": ((14, 8), {**rows, "partition_stride": 2})}, mpus[2],
+                       layerwise={"save_universal": True})
         refused(2, 4, r"matrix has 6 elements in each of 1 run\(s\) along axis 0, which 4 tensor-parallel parts do "
                 "not divide; resume with a number that does", {"matrix": ((6, 8), rows)}, {"matrix": ((8, 8), rows)})
 
