@@ -52,10 +52,11 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHa
     for param in params:
         earlier = list(param._backward_hooks or ())
         hooks.append(param.register_hook(divided))  # type: ignore[no-untyped-call]
-        # Hooks of a script come after it, as they come after DeepSpeed's division.
+        # Hooks of a script come after it, as they come after DeepSpeed's division. Autograd reads
+        # the order in which keys came, which move_to_end() leaves as it is.
         order: Any = param._backward_hooks
         for key in earlier:
-            order.move_to_end(key)
+            order[key] = order.pop(key)
     return hooks
 
 
