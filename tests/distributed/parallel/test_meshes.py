@@ -338,7 +338,7 @@ class TestAutoEpAndSequences(DistributedTest):
 
     world_size = 4
 
-    @pytest.mark.parametrize("how", ["mpu", "mesh"])
+    @pytest.mark.parametrize("how", [pytest.param("mpu", marks=pytest.mark.thorough), "mesh"])
     def test_against_one_process(self, how):
         for stage, ep_size in ((1, 2), (2, 4)):
             auto_ep.check_whole_numbers(ep_size, 2, sequence_groups(how), num_batches=2, stage=stage)
