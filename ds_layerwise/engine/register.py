@@ -78,6 +78,8 @@ def initialize(
         ConfigError: ``overrides`` are not valid; also the errors of :func:`register` and the
             engine.
     """
+    final_error.begin()
+    given = overrides_of(overrides)
     register()
-    with beside(overrides_of(overrides)):
+    with beside(given):
         return deepspeed.initialize(*args, **kwargs)

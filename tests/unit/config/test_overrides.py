@@ -13,6 +13,7 @@ from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
 from ds_layerwise.config.conditions import Facts
 from ds_layerwise.config.overrides import Override, beside, given_in_python, keep, overrides_of
 from ds_layerwise.config.sections import LayerWiseConfig
+from ds_layerwise.engine.contract import patches
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.routing.override_matching import facts_of, overrides_by_name
 from tests.support.rooms import rooms
@@ -223,6 +224,14 @@ def test_keys_and_predicates_are_known_by_name():
 def test_mistakes_in_python_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("use", [ds_layerwise.register, ds_layerwise.initialize])
+def test_a_mistake_in_python_leaves_nothing_registered(use):
+    ds_layerwise.unregister()
+    with pytest.raises(ConfigError):
+        use(overrides=3)
+    assert not patches.is_registered()
 
 
 def test_a_function_that_fails_is_told_with_the_parameter_and_its_name():
