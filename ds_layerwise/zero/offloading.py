@@ -54,11 +54,8 @@ class Offloading:
             self._run.places.take_away()
             if not self._hooks:
                 for module in self._holders:
-                    self._hooks.append(
-                        module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                            _refuse
-                        )
-                    )
+                    register: Any = module.register_state_dict_pre_hook
+                    self._hooks.append(register(_refuse))
         with comm.errors_on_all_ranks():
             self.parking.park(room)
         get_accelerator().empty_cache()

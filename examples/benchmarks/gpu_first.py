@@ -63,6 +63,18 @@ def ended(engine: Any) -> None:
     get_accelerator().empty_cache()
 
 
+def before_step(place: Place, stage: int) -> Any:
+    """Return an engine that has made some steps, and whose next one has its gradients."""
+    config = place.gpt(2e8)
+    engine = engine_of(OURS, gpt_on(place, config), {}, stage=stage)
+    step = step_of(engine, config)
+    for _ in range(2 if place.tiny else 4):
+        step()
+    backward_of(engine, config)()
+    place.finish()
+    return engine
+
+
 @contextmanager
 def waits_counted(place: Place) -> Iterator[Counter[str]]:
     """Count the lines at which the host waits for the device: those that torch warns of, and whole
@@ -109,14 +121,9 @@ def waits_counted(place: Place) -> Iterator[Counter[str]]:
 def waits(place: Place) -> list[dict[str, Any]]:
     """Return, for each stage, the lines at which the host waits in a step, and when a step returns,
     beside when the device has done it."""
-    config, rows = place.gpt(2e8), []
+    rows = []
     for stage in STAGES:
-        engine = engine_of(OURS, gpt_on(place, config), {}, stage=stage)
-        step = step_of(engine, config)
-        for _ in range(2 if place.tiny else 4):
-            step()
-        backward_of(engine, config)()
-        place.finish()
+        engine = before_step(place, stage)
         with waits_counted(place) as found:
             began = time.perf_counter()
             engine.step()
@@ -184,14 +191,9 @@ def ways_times(place: Place) -> dict[str, Any]:
 def launches(place: Place) -> list[dict[str, Any]]:
     """Return what the host launches in one step at stages 1 and 3, how long the device is busy with
     it, and the kernels that take longest. A trace of each is left in the folder of the report."""
-    config, rows = place.gpt(2e8), []
+    rows = []
     for stage in (1, 3):
-        engine = engine_of(OURS, gpt_on(place, config), {}, stage=stage)
-        step = step_of(engine, config)
-        for _ in range(2 if place.tiny else 4):
-            step()
-        backward_of(engine, config)()
-        place.finish()
+        engine = before_step(place, stage)
         activities = [ProfilerActivity.CPU]
         if place.device == "cuda":
             activities.append(ProfilerActivity.CUDA)
