@@ -511,6 +511,10 @@ class LayerWiseConfig(Section):
     """
     rounding_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """The seed for stochastic rounding of states (``stochastic_rounding``)."""
+    cuda_graph: bool = False
+    """Capture the update of each bucket as a CUDA graph, and replay it; see
+    :mod:`.ranks.owned.captured`. Megatron-LM's ``optimizer_cuda_graph``.
+    """
     batch_matrices: bool = True
     """Orthogonalise matrices of equal shape together."""
     save_universal: bool = False

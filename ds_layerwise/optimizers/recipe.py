@@ -32,6 +32,7 @@ from torch import Tensor
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.dtypes import StateDtype, state_bytes, torchao_maps
 from ds_layerwise.optimizers.fields import Section
+from ds_layerwise.optimizers.scalars import Scalar, multiply_, plus
 from ds_layerwise.orthogonalize.tensor_shards import Axis, ShardPeers
 
 State = dict[str, Tensor]
@@ -52,6 +53,20 @@ class Hyper:
     """All settings in the group of a client optimizer, under the names of its class; empty for
     other optimizers.
     """
+    register: Callable[[Callable[[Hyper], float]], Tensor] | None = None
+    """Makes a number on the device of a function, which is called for each replay of a captured
+    update; None if the update is not captured.
+    """
+
+    def of(self, function: Callable[[Hyper], float]) -> Scalar:
+        """Return ``function`` of these settings, which is called once an update. If the update is
+        captured, return the place on the device for its result instead, which is not there yet.
+        """
+        return function(self) if self.register is None else self.register(function)
+
+    def may(self, value: float) -> bool:
+        """Tell whether ``value`` is not zero, or may be at a replay of a captured update."""
+        return self.register is not None or value != 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,8 @@ class Recipe(Section):
     """The size of element-wise updates: the same for all sizes of gradients, or in proportion to
     them; None if ``layerwise.mup`` is not to scale its rates. See :mod:`.config.mup`.
     """
+    can_be_captured: ClassVar[bool] = False
+    """True if an update reads nothing on the host, and takes all numbers from :meth:`Hyper.of`."""
     full_batch_numel: ClassVar[int] = 0
     """The number of elements of matrices of one shape up to which a larger batch is faster; 0 for
     never.
@@ -318,9 +335,9 @@ class Recipe(Section):
         self, params: Sequence[Tensor], grads: Sequence[Tensor], hyper: Hyper
     ) -> list[Tensor]:
         """Return the gradients for a rule: ``grads`` themselves or, with l2, new tensors."""
-        if self.weight_decay_method != "l2" or not hyper.weight_decay:
+        if self.weight_decay_method != "l2" or not hyper.may(hyper.weight_decay):
             return list(grads)
-        return list(torch._foreach_add(list(grads), list(params), alpha=hyper.weight_decay))
+        return plus(grads, params, hyper.of(lambda now: now.weight_decay))
 
     def decay_(self, params: Sequence[Tensor], directions: Sequence[Tensor], hyper: Hyper) -> None:
         """Decay ``params`` in place. With l2 this does nothing, because :meth:`with_l2` has done
@@ -330,17 +347,17 @@ class Recipe(Section):
             directions: the updates that are subtracted from ``params`` next, up to a factor that is
                 not negative. They are only read, and only with ``cautious_weight_decay``.
         """
-        kept = 1 - self.decay_share(hyper)
-        if kept == 1:
+        if self.weight_decay_method == "l2" or not hyper.may(self.decay_share(hyper)):
             return
+        kept = hyper.of(lambda now: 1 - self.decay_share(now))
         if not self.cautious_weight_decay:
-            torch._foreach_mul_(list(params), kept)
+            multiply_(params, kept)
             return
         # One after another, so that temporaries are at most twice the largest parameter.
         for param, direction in zip(params, directions, strict=True):
             # Use signs, because a product of small numbers may round to zero.
             agree = torch.sign(param).mul_(torch.sign(direction)) >= 0
-            param.mul_(torch.where(agree, param.new_full((), kept), 1.0))
+            param.mul_(torch.where(agree, kept * param.new_ones(()), 1.0))
 
     def decay_share(self, hyper: Hyper) -> float:
         """Return the fraction of itself that a weight loses in a step."""

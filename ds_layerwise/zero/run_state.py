@@ -22,6 +22,7 @@ from ds_layerwise.ranks.owned.buffers import (
     ShardBuffer,
     new_shards,
 )
+from ds_layerwise.ranks.owned.captured import graphs_of
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
@@ -173,6 +174,7 @@ class RunState:
             fast_dtypes=self.products.dtypes,
             master_dtype=self.config.master_dtype,
             rounding_seed=self.config.rounding_seed,
+            new_graph=graphs_of(self.device) if self.config.cuda_graph else None,
         )
         return Owned(planned.routes, self.shards, self.grads, owned)
 

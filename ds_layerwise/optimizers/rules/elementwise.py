@@ -4,14 +4,15 @@ anywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
 from ds_layerwise.optimizers.recipe import (
     ANYWHERE,
@@ -27,6 +28,7 @@ from ds_layerwise.optimizers.recipe import (
     States,
     WeightDecayMethod,
 )
+from ds_layerwise.optimizers.scalars import add_, lerp, lerp_, multiply_
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,16 @@ class ElementMoves:
     states: list[State]
     """The states, written in place."""
     hyper: Hyper
-    lr: float
+    is_at_rate_1: bool = False
+    """True to make the step of a learning rate of 1."""
 
     def state(self, key: str) -> list[Tensor]:
         """Return the state ``key`` of each parameter."""
         return [state[key] for state in self.states]
+
+    def lr(self, now: Hyper) -> float:
+        """Return the rate of the step, with the learning rate of ``now``."""
+        return 1.0 if self.is_at_rate_1 else now.lr
 
 
 class Elementwise(Recipe):
@@ -52,6 +59,7 @@ class Elementwise(Recipe):
     """
 
     whole = False
+    can_be_captured = True
     lr_ratio = "scalar_lr_ratio"
 
     def update_(
@@ -66,17 +74,17 @@ class Elementwise(Recipe):
         moves first.
         """
         gradients = self.with_l2(params, grads, hyper)
-        if not (self.cautious_weight_decay and self.decay_share(hyper)):
+        if not (self.cautious_weight_decay and hyper.may(self.decay_share(hyper))):
             self.decay_(params, (), hyper)
-            self.move_(ElementMoves(list(params), gradients, list(states), hyper, hyper.lr))
+            self.move_(ElementMoves(list(params), gradients, list(states), hyper))
             return
         # Use rate 1 and start from zero, so that neither a rate of 0 nor a large weight rounds a
         # sign away.
         moves = [torch.zeros_like(param) for param in params]
-        self.move_(ElementMoves(moves, gradients, list(states), hyper, 1.0))
+        self.move_(ElementMoves(moves, gradients, list(states), hyper, is_at_rate_1=True))
         torch._foreach_neg_(moves)
         self.decay_(params, moves, hyper)
-        torch._foreach_add_(list(params), moves, alpha=-hyper.lr)
+        add_(params, moves, hyper.of(lambda now: -now.lr))
 
     def move_(self, moves: ElementMoves) -> None:
         """Update the states of ``moves`` with its gradients, and subtract the direction times its
@@ -107,6 +115,9 @@ class Adam(Elementwise, KeptMoments):
 
     def move_(self, moves: ElementMoves) -> None:
         """Make torch's step without its weight decay."""
+        if moves.hyper.register is not None:
+            self._move_captured_(moves)
+            return
         beta1, beta2 = moves.hyper.betas
         adam(
             moves.targets,
@@ -119,11 +130,40 @@ class Adam(Elementwise, KeptMoments):
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=moves.lr,
+            lr=moves.lr(moves.hyper),
             weight_decay=0.0,
             eps=moves.hyper.eps,
             maximize=False,
         )
+
+    def _move_captured_(self, moves: ElementMoves) -> None:
+        """Make the same step with all numbers on the device, where torch's ``capturable`` wants
+        counts of steps on the device, too, which checkpoints have on the host.
+        """
+        hyper = moves.hyper
+        averages = moves.state("exp_avg")
+        squares = moves.state("exp_avg_sq")
+        lerp_(averages, moves.grads, hyper.of(lambda now: 1 - now.betas[0]))
+        added = torch._foreach_mul(moves.grads, moves.grads)
+        lerp_(squares, added, hyper.of(lambda now: 1 - now.betas[1]))
+        roots = torch._foreach_sqrt(squares)
+        places = zip(moves.targets, averages, roots, moves.state("step"), strict=True)
+        for target, average, root, step in places:
+            root.mul_(hyper.of(partial(_next_correction, step=step)))
+            root.add_(hyper.of(lambda now: now.eps))
+            rate = hyper.of(partial(_rate_after, moves=moves, step=step))
+            target.addcdiv_(average * rate, root, value=-1)
+
+
+def _next_correction(now: Hyper, step: Tensor) -> float:
+    """Count a step, and return the factor that corrects the root of the second moment."""
+    step.add_(1)
+    return 1 / math.sqrt(1 - now.betas[1] ** step.item())
+
+
+def _rate_after(now: Hyper, moves: ElementMoves, step: Tensor) -> float:
+    """Return the learning rate over the correction of the first moment."""
+    return moves.lr(now) / (1 - now.betas[0] ** step.item())
 
 
 class AdamW(Adam):
@@ -155,18 +195,10 @@ class Sgd(Elementwise, KeptMomentum):
 
     def move_(self, moves: ElementMoves) -> None:
         """Make torch's step without its weight decay."""
-        sgd(
-            moves.targets,
-            moves.grads,
-            list(moves.state("momentum_buffer")),
-            foreach=True,
-            weight_decay=0.0,
-            momentum=moves.hyper.momentum,
-            lr=moves.lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
+        momenta = moves.state("momentum_buffer")
+        multiply_(momenta, moves.hyper.of(lambda now: now.momentum))
+        torch._foreach_add_(momenta, moves.grads)
+        add_(moves.targets, momenta, moves.hyper.of(lambda now: -moves.lr(now)))
 
 
 class Lion(Elementwise, KeptAverage):
@@ -196,9 +228,9 @@ class Lion(Elementwise, KeptAverage):
 
     def move_(self, moves: ElementMoves) -> None:
         """Take the sign with the first of ``betas``, then update the average with the second."""
+        hyper = moves.hyper
         averages = moves.state("exp_avg")
-        beta1, beta2 = moves.hyper.betas
-        direction = torch._foreach_lerp(averages, moves.grads, 1 - beta1)
+        direction = lerp(averages, moves.grads, hyper.of(lambda now: 1 - now.betas[0]))
         torch._foreach_sign_(direction)
-        torch._foreach_add_(moves.targets, direction, alpha=-moves.lr)
-        torch._foreach_lerp_(averages, moves.grads, 1 - beta2)
+        add_(moves.targets, direction, hyper.of(lambda now: -moves.lr(now)))
+        lerp_(averages, moves.grads, hyper.of(lambda now: 1 - now.betas[1]))

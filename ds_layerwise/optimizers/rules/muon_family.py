@@ -27,6 +27,7 @@ from ds_layerwise.optimizers.recipe import (
     StateSpec,
 )
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
+from ds_layerwise.optimizers.scalars import lerp, lerp_
 from ds_layerwise.orthogonalize.batching import (
     FULL_BATCH_NUMEL,
     MAX_BATCH_NUMEL,
@@ -146,6 +147,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     """
 
     whole = True
+    can_be_captured = True
     gradient_average = "momentum_buffer"
     as_adamw = "matrix_optimizer to 'adamuon'"
     hyper = ("momentum",)
@@ -333,9 +335,11 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
                 views.append({key: some.within(value) for key, value in state.items()})
             momenta = [view["momentum_buffer"] for view in views]
             decayed = self.with_l2(mine, gradients, hyper)
-            torch._foreach_lerp_(momenta, decayed, 1 - hyper.momentum)
+            lerp_(momenta, decayed, hyper.of(lambda now: 1 - now.momentum))
             if self.nesterov:
-                direction = stack(torch._foreach_lerp(decayed, momenta, hyper.momentum))
+                ahead = lerp(decayed, momenta, hyper.of(lambda now: now.momentum))
+                direction = stack(ahead)
+                del ahead
             else:
                 direction = stack(momenta)
             shape = _whole(direction.shape, site.cut)
@@ -348,7 +352,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             update = self.adapted_(done.pop(0), batch)
             self.decay_(batch.params, unstack(update, batch.params), hyper)
             scale = self.scale_of(*batch.shape)
-            self.step_(batch.params, update, lr=hyper.lr, scale=scale, norms=batch.norms)
+            self.step_(batch.params, update, hyper=hyper, scale=scale, norms=batch.norms)
 
     def _orthogonal(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
         dtype = self.products_in(site.fast_dtypes)

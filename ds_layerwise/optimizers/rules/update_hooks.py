@@ -28,7 +28,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ds_layerwise.optimizers.fields import OrNull, Positive, Share
-from ds_layerwise.optimizers.recipe import Recipe, Shape
+from ds_layerwise.optimizers.recipe import Hyper, Recipe, Shape
+from ds_layerwise.optimizers.scalars import add_
 from ds_layerwise.orthogonalize.batching import matrices_of, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
     CLIP_STEPS,
@@ -175,12 +176,12 @@ class UpdateHooks(Recipe):
         params: Sequence[Tensor],
         update: Tensor,
         *,
-        lr: float,
+        hyper: Hyper,
         scale: float,
         norms: Norms,
     ) -> None:
-        """Subtract ``lr`` times ``scale`` times ``update`` from ``params``, with all hooks except
-        ``spectral_clip``.
+        """Subtract the learning rate times ``scale`` times ``update`` from ``params``, with all
+        hooks except ``spectral_clip``.
 
         Args:
             params: views of equal matrices, ``(rows, cols)`` or ``(batch, rows, cols)``.
@@ -188,7 +189,7 @@ class UpdateHooks(Recipe):
             scale: greater than 0; it has no effect if a hook determines the size of the update.
         """
         if self.sizing_hook is None and self.radial_brake is None:
-            torch._foreach_add_(list(params), unstack(update, params), alpha=-lr * scale)
+            add_(params, unstack(update, params), hyper.of(lambda now: -now.lr * scale))
             return
         matrices = matrices_of(params)
         before = norms(matrices)
@@ -197,7 +198,7 @@ class UpdateHooks(Recipe):
         if self.sizing_hook is not None:
             update.mul_(_ratio(before, norms(list(update.unbind()))).view(-1, 1, 1))
             scale = 1.0
-        torch._foreach_add_(list(params), unstack(update, params), alpha=-lr * scale)
+        add_(params, unstack(update, params), hyper.of(lambda now: -now.lr * scale))
         if self.hyperball is not None:
             _scale_(matrices, _ratio(before, norms(matrices)))
         if self.radial_brake is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -15,10 +16,12 @@ from ds_layerwise.checkpoint.record import PieceRecord
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.dtypes import MasterDtype
 from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec, UpdateError
+from ds_layerwise.optimizers.scalars import multiply_
 from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.captured import Captured, Graph, Numbers
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
@@ -59,6 +62,8 @@ class OwnedSettings:
     """See :attr:`.Site.fast_dtypes`."""
     expert_rank: int
     """The number of this rank among those that experts are dealt out to."""
+    new_graph: Callable[[], Graph] | None = None
+    """Makes a graph of the device for a captured update; None to capture none."""
 
     def site(self, route: Route) -> Site:
         """Return the place where the parameter of ``route`` is updated."""
@@ -81,14 +86,18 @@ class OneUpdate:
     groups: ParamGroups
     step: int
     """The number of this update in the run."""
-    rescale_: Callable[[Mapping[str, Tensor]], None]
-    """Rescales gradients in place, by parameter."""
+    factor_of: Callable[[str], float]
+    """Returns the factor of a parameter's averaged gradient."""
     scaled: Mapping[str, Factors]
     """The factors by which masters are multiplied after their update, by parameter."""
-    leave_out: Collection[str]
+    leave_out: frozenset[str]
     """The parameters that do not change."""
     around: Callable[..., AbstractContextManager[None]]
     """Encloses each call of a rule; see :func:`unwatched`."""
+
+    def hyper(self, route: Route) -> Hyper:
+        """Return the settings of the parameters of ``route``."""
+        return Hyper(**route.hyper(self.groups[route.group]))
 
 
 class Owned:
@@ -158,6 +167,10 @@ class Owned:
             tp_size=1 if settings.peers is None else settings.peers.size,
             most=max_batch_numel(self.device),
         )
+        self._captured: Captured[OneUpdate] | None = None
+        if settings.new_graph is not None:
+            self._captured = Captured(self.device, settings.new_graph)
+            self.reduced.stays = True
 
     # --- the initial masters and states
 
@@ -258,6 +271,27 @@ class Owned:
         Raises:
             StepError: a rule cannot update a parameter; names the parameter. Others are updated.
         """
+        if self._captured is None:
+            self._update(index, turn, None)
+            return
+        if index == len(self.pieces) - 1:
+            self._captured.begin(self._captured_for(turn))
+        self._captured.run(index, turn, partial(self._update, index))
+
+    def _captured_for(self, turn: OneUpdate) -> Hashable:
+        """Return all that a captured update depends on, beside its numbers; None if something wants
+        to see this one.
+        """
+        if turn.scaled or turn.around is not unwatched:
+            return None
+        memory = [*self._values.tensors, *self.reduced.tensors, *self.stored]
+        for masters in self.masters:
+            memory += masters.tensors
+        addresses = tuple(tensor.data_ptr() for tensor in memory)
+        return turn.leave_out, self.reduced.divide_by, addresses
+
+    def _update(self, index: int, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
+        """Do what :meth:`update` does; with ``numbers``, for a captured update."""
         brought = self.host.bring(index)
         touched = [index]
         for update in self._updates[index]:
@@ -265,9 +299,9 @@ class Owned:
         for bucket in touched:
             if bucket not in self._begun:
                 self._begun.add(bucket)
-                self._open(bucket, brought, turn)
+                self._open(bucket, brought, turn, numbers)
         for update in self._updates[index]:
-            self._run(update, turn)
+            self._run(update, turn, numbers)
         for piece in self.pieces[index]:
             if piece.name in turn.scaled:
                 factors = turn.scaled[piece.name]
@@ -277,16 +311,31 @@ class Owned:
             form.forget()
         self.host.send_back(index)
 
-    def _open(self, index: int, brought: Mapping[Form, Tensor], turn: OneUpdate) -> None:
+    def _open(
+        self,
+        index: int,
+        brought: Mapping[Form, Tensor],
+        turn: OneUpdate,
+        numbers: Numbers[OneUpdate] | None,
+    ) -> None:
         """Average and rescale the gradients of bucket ``index``, and open its masters and
         states.
         """
         self.reduced.average_(index)
-        turn.rescale_({piece.name: self.reduced.piece(piece.name) for piece in self.pieces[index]})
+        together: dict[float, list[Tensor]] = {}
+        for piece in self.pieces[index]:
+            gradient = self.reduced.piece(piece.name)
+            factor = turn.factor_of(piece.name)
+            if numbers is not None:
+                multiply_([gradient], numbers.register(partial(_factor_of, name=piece.name)))
+            elif factor != 1:
+                together.setdefault(factor, []).append(gradient)
+        for factor, gradients in together.items():
+            multiply_(gradients, factor)
         for form in self._opening[index]:
             form.open(brought.get(form, form.memory))
 
-    def _run(self, update: UpdateSet, turn: OneUpdate) -> None:
+    def _run(self, update: UpdateSet, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
         """Run a rule on those of its parameters that are not left out."""
         names: list[str] = []
         views: list[Seen] = []
@@ -304,7 +353,13 @@ class Owned:
         copies = [view.copy() for view in views]
         params, grads, states, *_ = zip(*copies, strict=True)
         route = update.route
-        hyper = Hyper(**route.hyper(turn.groups[route.group]))
+        hyper = turn.hyper(route)
+        if numbers is not None:
+
+            def register(function: Callable[[Hyper], float]) -> Tensor:
+                return numbers.register(lambda now: function(now.hyper(route)))
+
+            hyper = replace(hyper, register=register)
         with turn.around(route.recipe.rule, names, params, states):
             try:
                 route.recipe.update_(params, grads, states, hyper, self._settings.site(route))
@@ -464,3 +519,7 @@ class Owned:
             start = self._first_state(name)
             for key in states:
                 self.set_value(name, key, start[key])
+
+
+def _factor_of(turn: OneUpdate, name: str) -> float:
+    return turn.factor_of(name)

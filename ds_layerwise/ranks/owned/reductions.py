@@ -56,6 +56,8 @@ class ReducedGradients(ShardBuffer):
 
     divide_by = 1.0
     """The gradients divided by this are the averages over ranks."""
+    stays = False
+    """True to keep their own memory between steps, for captured updates that have its address."""
 
     def __init__(
         self, layout: Layout, rank: int, grads: FlatBuffer | None, device: torch.device
@@ -90,7 +92,9 @@ class ReducedGradients(ShardBuffer):
         return shard
 
     def free(self) -> None:
-        """Free the memory of all shards that have their own."""
+        """Free the memory of all shards that have their own, unless it :attr:`stays`."""
+        if self.stays:
+            return
         for storage in self._apart.values():
             # Memory that numpy has seen cannot be freed.
             if storage.nbytes() and storage.resizable():

@@ -19,6 +19,9 @@ from ds_layerwise.ranks.comm import comm
 #: The number of elements per comparison, which takes a few bytes of memory for each.
 _AT_A_TIME = 1 << 22
 
+#: The same on an accelerator, where each comparison is several launches.
+AT_A_TIME_ON_DEVICE = 1 << 24
+
 #: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
 _SPREAD = 0x1E3779B97F4A7C15
 
@@ -50,7 +53,7 @@ def follow_(masters: Tensor, values: Tensor) -> Tensor:
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for master, value in _some_at_a_time(masters, values):
         differs = _rounds_elsewhere(master, value)
-        if master.device.type == "cpu" and not differs.any():
+        if _is_host(master) and not differs.any():
             continue
         written |= (differs & (value == value)).any()
         torch.where(differs, value, master, out=master)
@@ -58,9 +61,15 @@ def follow_(masters: Tensor, values: Tensor) -> Tensor:
 
 
 def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    some = torch.split(masters, _AT_A_TIME)
-    for master, value in zip(some, torch.split(values, _AT_A_TIME), strict=True):
+    most = _AT_A_TIME if _is_host(masters) else AT_A_TIME_ON_DEVICE
+    some = torch.split(masters, most)
+    for master, value in zip(some, torch.split(values, most), strict=True):
         yield master, value.to(master.device)
+
+
+def _is_host(masters: Tensor) -> bool:
+    """Tell whether reading a number of ``masters`` costs nothing."""
+    return masters.device.type == "cpu"
 
 
 def _rounds_elsewhere(master: Tensor, value: Tensor) -> Tensor:

@@ -250,3 +250,37 @@ def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_rat
             f"{where}, and zero_optimization.offload_optimizer keeps masters on the host, where "
             "they take no memory of the device; remove one of the two"
         )
+
+
+def check_captured(
+    routes: Routes, config: LayerWiseConfig, *, tp_size: int, host_ratio: float
+) -> None:
+    """Refuse ``layerwise.cuda_graph`` for updates that no graph can replay.
+
+    Raises:
+        ConfigError: names the setting, or the parameter and its optimizer.
+    """
+    why = {
+        "layerwise.qk_clip": config.qk_clip is not None and "its factors come from logits",
+        "zero_optimization.offload_optimizer": host_ratio > 0 and "states come from the host",
+        "layerwise.monitor": config.monitor.asks
+        and config.monitor.every == 1
+        and "every update is watched",
+        "tensor parallelism": tp_size > 1 and "updates exchange parts of matrices",
+    }
+    for key, reason in why.items():
+        if reason:
+            raise ConfigError(
+                f"layerwise.cuda_graph is true, and with {key} {reason}, which a graph cannot "
+                "replay; set cuda_graph to false, or leave the other out"
+            )
+    for name, route in routes.items():
+        recipe = route.recipe
+        if recipe.can_be_captured and not recipe.rounds_by_chance:
+            continue
+        has = "stochastic_rounding" if recipe.can_be_captured else f"optimizer {recipe.rule}"
+        raise ConfigError(
+            f"layerwise.cuda_graph is true, and {name} has {has}, which asks the host in an "
+            "update; set cuda_graph to false, or choose muon, normuon, adamuon, namo, scion, "
+            "polargrad, adamw, adam, lion or sgd, without stochastic_rounding"
+        )

@@ -33,7 +33,7 @@ from ds_layerwise.routing.routes import Route
 from ds_layerwise.routing.routing_rules import RouteSettings, route_parameters
 from ds_layerwise.routing.tensor_marks import PART_SHAPES, is_expert_stack, whole_shape
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
-from ds_layerwise.zero.setup.rate_checks import check_kept
+from ds_layerwise.zero.setup.rate_checks import check_captured, check_kept
 from ds_layerwise.zero.setup.run_settings import Settings
 
 #: The largest number of nodes that a line lists.
@@ -154,6 +154,8 @@ def route(
             wires[name] = dtype_name(get_comm_dtype(param))
         params.append((name, tuple(param.shape), dtype))
     specs = specs_of(params, routes, tp_size=tp_size, ep_size=apart, wires=wires)
+    if config.cuda_graph:
+        check_captured(routes, config, tp_size=tp_size, host_ratio=run.host_ratio)
     check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=run.host_ratio)
     return Routed(routes=routes, specs=specs, trained=trained, names=names)
 

@@ -53,15 +53,9 @@ class Decision:
         """True if nothing is updated."""
         return self.overflow or self.above is not None
 
-    def rescale_(self, gradients: Mapping[str, Tensor]) -> None:
-        """Multiply the averaged ``gradients``, by parameter, by their factors, in place."""
-        by_factor: dict[float, list[Tensor]] = {}
-        for name, gradient in gradients.items():
-            own = self.factors.get(name, self.factor)
-            by_factor.setdefault(own, []).append(gradient)
-        for own, together in by_factor.items():
-            if own != 1:
-                torch._foreach_mul_(together, own)
+    def factor_of(self, name: str) -> float:
+        """Return the factor of the averaged gradient of a parameter."""
+        return self.factors.get(name, self.factor)
 
 
 def nothing(run: RunState) -> Tensor:

@@ -274,7 +274,7 @@ class FirstStep(StepObserver):
         del states[MASTER]
         decision = step.decision
         if name not in decision.frozen:
-            decision.rescale_({name: grad})
+            grad.mul_(decision.factor_of(name))
             try:
                 self._update_plainly(name, masters, grad, states)
             except UpdateError as error:

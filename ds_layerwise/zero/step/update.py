@@ -90,7 +90,7 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
     turn = OneUpdate(
         run.optimizer.groups_now(),
         step.number,
-        step.decision.rescale_,
+        step.decision.factor_of,
         step.scaled,
         step.decision.frozen,
         step.around,

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 import ds_layerwise
 from ds_layerwise.config.sections import OptimizerConfig
-from ds_layerwise.optimizers.registry import names
+from ds_layerwise.optimizers.registry import REGISTRY, names
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
+from ds_layerwise.ranks.owned.captured import Numbers
 from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings, unwatched
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
@@ -87,7 +88,7 @@ def owned(dtype, accumulation, device=META, **params):
 
 def update_of(optimizer):
     """The first update of a run, after which nothing changes masters."""
-    return OneUpdate(optimizer.param_groups, 1, DECISION.rescale_, {}, (), unwatched)
+    return OneUpdate(optimizer.param_groups, 1, DECISION.factor_of, {}, frozenset(), unwatched)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -114,6 +115,19 @@ def test_neither_does_weight_decay(matrix, scalar, decay):
         for index in reversed(range(len(mine.layout.buckets))):
             mine.update(index, update_of(optimizer))
     assert (watch.waiting, watch.across, watch.wide) == ([], [], [])
+
+
+@pytest.mark.parametrize("matrix, scalar", [
+    (matrix, "lion") for matrix in names(whole=True) if REGISTRY[matrix].can_be_captured] + [
+    ("muon", scalar) for scalar in names(whole=False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_does_a_captured_update(matrix, scalar, dtype):
+    optimizer, mine = owned(dtype, None, matrix_optimizer=matrix, scalar_optimizer=scalar)
+    numbers = Numbers(META)
+    with torch.no_grad(), mine.updating(), Watch() as watch:
+        for index in reversed(range(len(mine.layout.buckets))):
+            mine._update(index, update_of(optimizer), numbers)
+    assert (watch.waiting, watch.across, watch.wide) == ([], [], []) and numbers._functions
 
 
 class Counts(TorchDispatchMode):

@@ -54,7 +54,7 @@ class Updating:
 
     def step(self):
         step = SimpleNamespace(number=3, around=None, scaled={}, failed=False, decision=SimpleNamespace(
-            rescale_=None, frozen=()))
+            factor_of=None, frozen=()))
         with pytest.raises(MemoryError) as error:
             update(self, step, self.observers)
         return str(error.value), step.failed, bool(self.interrupted)
