@@ -28,6 +28,8 @@ def storage_of(tensor: Tensor) -> int:
 class PlayedGraph(TorchDispatchMode):
     """Keeps operations with their tensors, whose memory stays; what they have written is undone at the end."""
 
+    refuses = WAITING
+    """The operations that a capture refuses."""
     made: list[PlayedGraph] = []
     """All graphs, in the order in which they were made."""
 
@@ -61,7 +63,7 @@ class PlayedGraph(TorchDispatchMode):
         """Run an operation, and keep it."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name.startswith(WAITING):
+        if name.startswith(self.refuses):
             raise RuntimeError(f"{name} in a capture")
         self._note_writes(func, args, kwargs)
         out = func(*args, **kwargs)
