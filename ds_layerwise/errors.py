@@ -90,6 +90,7 @@ FOREIGN = dict(
     muon_scale_mode=optimizer.params.scale_mode muon_split_qkv=layerwise.auto_split
     mup_base_hidden_size=layerwise.mup num_ns_steps=optimizer.params.ns_steps
     optimizer_cpu_offload=zero_optimization.offload_optimizer
+    optimizer_cuda_graph=layerwise.cuda_graph
     optimizer_offload_fraction=zero_optimization.offload_optimizer params_dtype=bf16.enabled
     pin_cpu_grads=zero_optimization.offload_optimizer
     pin_cpu_params=zero_optimization.offload_optimizer qk_clip_alpha=layerwise.qk_clip

@@ -9,7 +9,7 @@ import traceback
 import unittest.mock
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,23 @@ AGREEMENT = "ds_layerwise/ranks/comm/step_agreement.py"
 NAMED = 8
 
 
+def setups(place: Place, stages: Sequence[int]) -> list[tuple[str, int, dict[str, Any]]]:
+    """Return a name, a stage and a ``layerwise`` section for each of ``stages``, and for captured
+    updates, where there are graphs."""
+    found: list[tuple[str, int, dict[str, Any]]] = [(str(stage), stage, {}) for stage in stages]
+    if place.device == "cuda":
+        for stage in (stages[0], stages[-1]):
+            found.append((f"{stage}, captured", stage, {"cuda_graph": True}))
+    return found
+
+
 def first_steps(place: Place) -> list[dict[str, Any]]:
     """Return the losses of some steps at each stage, the first of which is verified, and
     milliseconds of one."""
     config, rows = place.gpt(2e8), []
-    for stage in STAGES:
-        engine = engine_of(OURS, gpt_on(place, config), {"verify_first_step": True}, stage=stage)
+    for name, stage, layerwise in setups(place, STAGES):
+        section = {"verify_first_step": True, **layerwise}
+        engine = engine_of(OURS, gpt_on(place, config), section, stage=stage)
         backward, losses = backward_of(engine, config), []
         for _ in range(2 if place.tiny else STEPS):
             losses.append(backward())
@@ -51,7 +62,7 @@ def first_steps(place: Place) -> list[dict[str, Any]]:
             engine.step()
         place.finish()
         taken = (time.perf_counter() - began) / (1 if place.tiny else BLOCK)
-        rows.append({"stage": stage, "losses": [float(loss) for loss in losses], "ms": 1e3 * taken})
+        rows.append({"stage": name, "losses": [float(loss) for loss in losses], "ms": 1e3 * taken})
         ended(engine)
     return rows
 
@@ -63,10 +74,10 @@ def ended(engine: Any) -> None:
     get_accelerator().empty_cache()
 
 
-def before_step(place: Place, stage: int) -> Any:
+def before_step(place: Place, stage: int, layerwise: Mapping[str, Any]) -> Any:
     """Return an engine that has made some steps, and whose next one has its gradients."""
     config = place.gpt(2e8)
-    engine = engine_of(OURS, gpt_on(place, config), {}, stage=stage)
+    engine = engine_of(OURS, gpt_on(place, config), layerwise, stage=stage)
     step = step_of(engine, config)
     for _ in range(2 if place.tiny else 4):
         step()
@@ -122,17 +133,15 @@ def waits(place: Place) -> list[dict[str, Any]]:
     """Return, for each stage, the lines at which the host waits in a step, and when a step returns,
     beside when the device has done it."""
     rows = []
-    for stage in STAGES:
-        engine = before_step(place, stage)
+    for name, stage, layerwise in setups(place, STAGES):
+        engine = before_step(place, stage, layerwise)
         with waits_counted(place) as found:
             began = time.perf_counter()
             engine.step()
             returned = time.perf_counter() - began
         place.finish()
         done = time.perf_counter() - began
-        rows.append(
-            {"stage": stage, "waits": found, "returned": 1e3 * returned, "done": 1e3 * done}
-        )
+        rows.append({"stage": name, "waits": found, "returned": 1e3 * returned, "done": 1e3 * done})
         ended(engine)
     return rows
 
@@ -192,8 +201,8 @@ def launches(place: Place) -> list[dict[str, Any]]:
     """Return what the host launches in one step at stages 1 and 3, how long the device is busy with
     it, and the kernels that take longest. A trace of each is left in the folder of the report."""
     rows = []
-    for stage in (1, 3):
-        engine = before_step(place, stage)
+    for name, stage, layerwise in setups(place, (1, 3)):
+        engine = before_step(place, stage, layerwise)
         activities = [ProfilerActivity.CPU]
         if place.device == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -208,10 +217,11 @@ def launches(place: Place) -> list[dict[str, Any]]:
         for kernel in kernels:
             longest[kernel.name[:60]] += kernel.time_range.elapsed_us()
         if place.folder and torch.distributed.get_rank() == 0:
-            seen.export_chrome_trace(str(Path(place.folder, f"step_stage{stage}.json.gz")))
+            trace = f"step_stage{name.replace(', ', '_')}.json.gz"
+            seen.export_chrome_trace(str(Path(place.folder, trace)))
         rows.append(
             {
-                "stage": stage,
+                "stage": name,
                 "ms": taken,
                 "launches": sum("Launch" in event.name for event in events),
                 "busy_ms": busy_us((k.time_range.start, k.time_range.end) for k in kernels) / 1e3,

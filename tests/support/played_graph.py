@@ -33,7 +33,7 @@ class PlayedGraph(TorchDispatchMode):
     made: list[PlayedGraph] = []
     """All graphs, in the order in which they were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: PlayedGraph | None = None) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, Any]] = []
         self.replays = 0

@@ -33,22 +33,33 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A graph of CUDA, in a memory pool of its own for what its operations work in."""
+    """A graph of CUDA.
 
-    def __init__(self) -> None:
+    Args:
+        beside: a graph that is always replayed before this one, so that both work in one memory.
+    """
+
+    def __init__(self, beside: Graph | None) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        self._pool = torch.cuda.graph_pool_handle()
+        if isinstance(beside, CudaGraph):
+            self._pool = beside._pool
 
     def capture(self) -> AbstractContextManager[object]:
         """See :meth:`Graph.capture`. Other threads, as NCCL has, may use the device meanwhile."""
-        return torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+        return torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local")
 
     def replay(self) -> None:
         """See :meth:`Graph.replay`."""
         self._graph.replay()
 
 
-def graphs_of(device: torch.device) -> Callable[[], Graph]:
-    """Return a function that makes a graph of ``device``.
+#: Makes a graph of a device, to be replayed after another one; None for the first.
+NewGraph = Callable[[Graph | None], Graph]
+
+
+def graphs_of(device: torch.device) -> NewGraph:
+    """Return the function that makes graphs of ``device``.
 
     Raises:
         ConfigError: the device has none.
@@ -73,7 +84,7 @@ class Numbers(Generic[Turn]):
         """Return the place of the result of ``function``, 0-d float32; :meth:`fill` writes it."""
         place = len(self._functions) % _AT_A_TIME
         if not place:
-            self._memory.append(torch.empty(_AT_A_TIME, device=self._device))
+            self._memory.append(torch.empty(_AT_A_TIME, dtype=torch.float32, device=self._device))
         self._functions.append(function)
         return self._memory[-1][place]
 
@@ -95,7 +106,7 @@ class Captured(Generic[Turn]):
     without a key runs as it is.
     """
 
-    def __init__(self, device: torch.device, new_graph: Callable[[], Graph]) -> None:
+    def __init__(self, device: torch.device, new_graph: NewGraph) -> None:
         self._device = device
         self._new_graph = new_graph
         self._key: Hashable = None
@@ -121,7 +132,7 @@ class Captured(Generic[Turn]):
             update(turn, None)
             return
         if index not in self._graphs:
-            graph = self._new_graph()
+            graph = self._new_graph(next((other for other, _ in self._graphs.values()), None))
             numbers: Numbers[Turn] = Numbers(self._device)
             with graph.capture():
                 update(turn, numbers)

@@ -21,7 +21,7 @@ from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.owned.captured import Captured, Graph, Numbers
+from ds_layerwise.ranks.owned.captured import Captured, NewGraph, Numbers
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
@@ -62,8 +62,8 @@ class OwnedSettings:
     """See :attr:`.Site.fast_dtypes`."""
     expert_rank: int
     """The number of this rank among those that experts are dealt out to."""
-    new_graph: Callable[[], Graph] | None = None
-    """Makes a graph of the device for a captured update; None to capture none."""
+    new_graph: NewGraph | None = None
+    """Makes graphs of the device, to capture updates; None to capture none."""
 
     def site(self, route: Route) -> Site:
         """Return the place where the parameter of ``route`` is updated."""

@@ -9,8 +9,7 @@ from ds_layerwise.zero import run_state
 from tests.support.harness import DistributedTest
 from tests.support.played_graph import PlayedGraph
 from tests.support.rooms import rooms
-from tests.support.training import (BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine,
-                                    weights)
+from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 
 pytestmark = rooms("captured", "owned")
 
@@ -84,7 +83,7 @@ class TestCudaGraph(DistributedTest):
         ({"optimizer": {"type": "LayerWise", "params": {"momentum_dtype": "bfloat16", "stochastic_rounding": True}}},
          "has stochastic_rounding, which asks the host"),
         ({}, "the model is on cpu, which has no CUDA graphs")], ids=str)
-    def test_what_no_graph_can_replay_is_refused(self, changes, says):
+    def test_an_update_that_no_graph_can_replay_is_refused(self, changes, says):
         config = {**ds_config(), **changes}
         config["layerwise"] = {"cuda_graph": True, **config["layerwise"]}
         with pytest.raises(ConfigError, match=says):

@@ -231,6 +231,7 @@ IN_ENGINES = {
     "grad_norm_skip_threshold": "distributed/step/test_reports.py",
     "log_num_zeros_in_grad": "distributed/step/test_reports.py", "norm_groups": "distributed/step/test_reports.py",
     "monitor": "distributed/step/test_reports.py", "verify_first_step": "distributed/step/test_first_step.py",
+    "cuda_graph": "distributed/step/test_cuda_graph.py",
     "check_writes": "distributed/step/test_weight_writes.py",
     "overlap_param_gather": "distributed/step/test_under_way.py", "master_dtype": "distributed/step/test_remainders.py",
     "rounding_seed": "distributed/step/test_kept_states.py", "batch_matrices": "distributed/step/test_batches.py",

@@ -123,7 +123,7 @@ def test_so_are_those_of_every_form_of_masters(settings):
 
 
 def operations(graph):
-    """What a graph does, and where it reads and writes what was there before it."""
+    """List the operations of a graph, and the addresses of what was there before it."""
     found = []
     for func, args, kwargs, _ in graph.operations:
         numbers = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
@@ -148,7 +148,7 @@ def test_two_steps_do_the_same_at_the_same_addresses(params):
         assert len(one.operations) > 10 and operations(one) == operations(other)
 
 
-def test_what_changes_is_captured_again():
+def test_a_change_is_captured_again():
     """A parameter that was left out at the capture is updated when it is trained again, and moved states are read
     where they are."""
     plain, played = owned(None), owned(PlayedGraph)
