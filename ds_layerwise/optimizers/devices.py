@@ -7,6 +7,10 @@ from typing import NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
+#: How many times as much as on a CPU an accelerator takes at a time of what fills a few bytes for
+#: each element: a CPU has it in its cache, and here each time is several launches.
+LONGER_ON_DEVICE = 4
+
 _BF16 = frozenset((torch.bfloat16,))
 _FP16 = frozenset((torch.float16,))
 

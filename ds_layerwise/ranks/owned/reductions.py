@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.devices import LONGER_ON_DEVICE, widest_float
 from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
@@ -26,11 +26,11 @@ def sum_of_squares(
     norm rounded to float32.
     """
     wide = widest_float()
+    most = _SQUARED_AT_A_TIME * LONGER_ON_DEVICE ** (device.type != "cpu")
     parts: list[Tensor] = []
     for view in views:
         # Each part may be copied to the wide dtype.
-        small = view.numel() <= _SQUARED_AT_A_TIME
-        parts += [view] if small else torch.split(view, _SQUARED_AT_A_TIME)
+        parts += [view] if view.numel() <= most else torch.split(view, most)
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
     norms: list[Tensor] = []

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.optimizers.devices import LONGER_ON_DEVICE
 from ds_layerwise.ranks.comm import comm
 
 #: The number of elements per comparison, which takes a few bytes of memory for each.
 _AT_A_TIME = 1 << 22
-
-#: The same on an accelerator, where each comparison is several launches.
-AT_A_TIME_ON_DEVICE = 1 << 24
 
 #: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
 _SPREAD = 0x1E3779B97F4A7C15
@@ -61,7 +59,7 @@ def follow_(masters: Tensor, values: Tensor) -> Tensor:
 
 
 def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    most = _AT_A_TIME if _is_host(masters) else AT_A_TIME_ON_DEVICE
+    most = _AT_A_TIME * LONGER_ON_DEVICE ** (not _is_host(masters))
     some = torch.split(masters, most)
     for master, value in zip(some, torch.split(values, most), strict=True):
         yield master, value.to(master.device)

@@ -199,7 +199,7 @@ class Largest(TorchDispatchMode):
 def test_the_norm_of_a_large_piece_takes_no_copy_of_it():
     with Largest() as largest:
         sum_of_squares([torch.empty(2**29, dtype=torch.float32, device=META)], META)
-    assert 0 < largest.numel <= 2**22
+    assert 0 < largest.numel <= 2**24
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e30, 1e-30])
