@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.parallel import folding, pipeline
 from ds_layerwise.plan.forecast.forecast import wires_of
-from ds_layerwise.plan.forecast.memory import pieces_on_host, state_bytes_of
+from ds_layerwise.plan.forecast.memory import owner_dtype, pieces_on_host, state_bytes_of
 from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.owned.buffers import (
     DTYPES,
@@ -140,12 +141,18 @@ class RunState:
             self.shards = views.values.shards(self.rank)
             return
         with comm.errors_on_all_ranks():
-            shards = new_shards(layout, self.rank, self.device)
+            dtype_of = partial(
+                owner_dtype,
+                master_dtype=self.config.master_dtype,
+                host_ratio=self.settings.host_ratio,
+            )
+            shards = new_shards(layout, self.rank, self.device, dtype_of)
             cuts = ParamCuts(self.params, shards, self.settings.fetcher)
         self.places = cuts
         self.shards = shards
         self.param_sync = CutSync(shards, cuts, groups=self.groups, ep_size=self.ep_sizes)
         self.param_sync.fetch()
+        shards.take_written()
 
     def follow_cuts(self, name: str | None = None) -> None:
         """Let owners have what was written into the cuts of ``name``, None for all, of ZeRO stage 3

@@ -240,7 +240,7 @@ def is_first_step_due(engine: Any) -> bool:
 
 def param_cuts(engine: Any) -> list[torch.Tensor]:
     """Return the memory of this rank's cuts of whole parameters at ZeRO stage 3."""
-    return list(param_sync(engine)._all_cuts.tensors[len(engine.optimizer._run.shards.tensors):])
+    return list(param_sync(engine)._all_cuts.tensors[len(engine.optimizer._run.shards.weights):])
 
 
 def persistent(engine: Any) -> list[torch.Tensor]:
@@ -258,3 +258,8 @@ def memory_by_kind(engine: Any) -> dict[Any, int]:
         num_bytes[kind] = sum(size for key, size in storages.items() if key not in seen)
         seen |= storages.keys()
     return num_bytes
+
+
+def written_weights(engine: Any) -> list[str]:
+    """Return the weights that this rank keeps beside their masters at ZeRO stage 3, as a script has written them."""
+    return sorted(engine.optimizer._run.shards.written)

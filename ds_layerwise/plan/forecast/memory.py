@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from heapq import nlargest
 from math import prod
 from typing import NamedTuple
@@ -123,9 +123,9 @@ def memory_bytes(
 ) -> tuple[RankMemory, ...]:
     """Count the bytes that each rank holds between two steps.
 
-    From stage 2 on there are no gradients then. At stage 3 a rank keeps the parameters that it
-    owns, its cuts of all parameters, and those that DeepSpeed leaves whole, with a copy that shows
-    what a script writes into them.
+    From stage 2 on there are no gradients then. At stage 3 a rank keeps its cuts of all parameters,
+    those that it owns in the form of :func:`owner_dtype`, and those that DeepSpeed leaves whole,
+    with a copy that shows what a script writes into them.
 
     Args:
         state_bytes: the function for the bytes of states; see :func:`state_bytes_of`.
@@ -145,7 +145,8 @@ def memory_bytes(
     for dtype, numel in layout.buffers.items():
         stored = itemsize((stored_as or {}).get(dtype, dtype))
         grads += stored * numel * (stage == 1)
-    params, hosted = _param_bytes(layout, stage, params_on_host)
+    dtype_of = partial(owner_dtype, master_dtype=master_dtype, host_ratio=host_ratio)
+    params, hosted = _param_bytes(layout, stage, params_on_host, dtype_of)
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
     for bucket in layout.buckets:
@@ -178,11 +179,28 @@ def _owned(bucket: Bucket) -> Iterator[tuple[int, str, int]]:
             yield rank, piece.name, piece.numel
 
 
-def _param_bytes(layout: Layout, stage: int, on_host: bool) -> tuple[list[int], int]:
+def owner_dtype(bucket: Bucket, *, master_dtype: MasterDtype, host_ratio: float) -> str:
+    """Return the layout's name of the dtype of the shards of ``bucket`` at ZeRO stage 3.
+
+    Where cuts have the weights, owners need none: their shards are the float32 masters. Split
+    masters are a part of the weight, and masters that go to the host are made of it.
+
+    Args:
+        host_ratio: the share of masters and states in host memory; see :func:`pieces_on_host`.
+    """
+    split = (bucket.dtype, master_dtype) == ("bfloat16", "bfloat16+remainder")
+    if bucket.whole and not split and not host_ratio:
+        return "float32"
+    return bucket.dtype
+
+
+def _param_bytes(
+    layout: Layout, stage: int, on_host: bool, dtype_of: Callable[[Bucket], str]
+) -> tuple[list[int], int]:
     """Count the bytes of parameters on each rank's device, and on its host.
 
-    At stage 3 these are the parameters that a rank owns, and its cuts of whole ones. Cuts of the
-    others are their shards.
+    At stage 3 these are the cuts of whole parameters, and the shards that are no masters. Cuts of
+    the others are their shards.
     """
     if stage < 3:
         whole = sum(itemsize(dtype) * numel for dtype, numel in layout.buffers.items())
@@ -192,6 +210,8 @@ def _param_bytes(layout: Layout, stage: int, on_host: bool) -> tuple[list[int], 
     for bucket in layout.buckets:
         if bucket.whole:
             cuts += itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
+        if dtype_of(bucket) != bucket.dtype:
+            continue
         for rank, numel in bucket.non_empty_shards():
             owned[rank] += itemsize(bucket.dtype) * numel
     if on_host:

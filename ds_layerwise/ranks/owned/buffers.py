@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.ranks.owned.weight_writes import rounds_elsewhere
 
 #: torch's dtypes by their names in a Layout.
 DTYPES: dict[str, torch.dtype] = {
@@ -152,6 +154,11 @@ class ShardBuffer:
     Args:
         shards: the memory, one tensor per bucket in index order, which may be views into a
             :class:`FlatBuffer`. All views of one are made before the next is asked for.
+
+    Note: shards that are masters
+        At ZeRO stage 3 the 16-bit weights of most matrices are in cuts alone, and the shards of
+        their owners are the float32 masters. Weights that a script has written are beside them
+        until the next update: the old ones may come back before it.
     """
 
     def __init__(self, layout: Layout, rank: int, shards: Iterable[Tensor]) -> None:
@@ -167,6 +174,29 @@ class ShardBuffer:
                 self._views[piece.name] = shard.narrow(0, piece.start - origin, piece.numel)
         self.tensors = tuple(tensors)
         """The memory, one tensor per bucket, with padding."""
+        self.written: dict[str, Tensor] = {}
+        """The weights that came from cuts to shards that are their masters, by parameter: 1-D."""
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The shards that are weights, and not masters of 16-bit ones."""
+        found = []
+        for bucket, shard in zip(self.layout.buckets, self.tensors, strict=True):
+            if shard.dtype == DTYPES[bucket.dtype]:
+                found.append(shard)
+        return tuple(found)
+
+    def settle(self) -> None:
+        """Forget weights to which their masters round."""
+        for name, value in list(self.written.items()):
+            if not rounds_elsewhere(self._views[name], value):
+                del self.written[name]
+
+    def take_written(self) -> None:
+        """Set masters to the weights that came."""
+        while self.written:
+            name, value = self.written.popitem()
+            self._views[name].copy_(value)
 
     def piece(self, name: str) -> Tensor:
         """Return this rank's piece of the parameter ``name`` as a 1-D view.
@@ -177,12 +207,21 @@ class ShardBuffer:
         return self._views[name]
 
 
-def new_shards(layout: Layout, rank: int, device: torch.device) -> ShardBuffer:
+def new_shards(
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    dtype_of: Callable[[Bucket], str] = attrgetter("dtype"),
+) -> ShardBuffer:
     """Return the shards of ``rank`` in memory of their own, all zeros, for a run in which no rank
     has the memory of a whole bucket.
+
+    Args:
+        dtype_of: returns the layout's name of the dtype of the shards of a bucket; by default that
+            of its parameters.
     """
     shards = []
     for bucket in layout.buckets:
         start, stop = bucket.shard(rank)
-        shards.append(torch.zeros(stop - start, dtype=DTYPES[bucket.dtype], device=device))
+        shards.append(torch.zeros(stop - start, dtype=DTYPES[dtype_of(bucket)], device=device))
     return ShardBuffer(layout, rank, shards)

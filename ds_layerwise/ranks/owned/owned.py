@@ -253,6 +253,7 @@ class Owned:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Enter this context to update all buckets, once each."""
+        self._follow_written()
         self._begun: set[int] = set()
         try:
             with self.host:
@@ -398,10 +399,14 @@ class Owned:
         update.
         """
         master = self.value(name)
-        value = self._values.piece(name)
+        value = self._weight(name)
         if value.dtype == torch.float32:
             return master
         return followed(master, value)
+
+    def _weight(self, name: str) -> Tensor:
+        """Return the weight of a parameter as this rank has it: float32 if it is its master."""
+        return self._values.written.get(name, self._values.piece(name))
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """Return the names of the states of ``name`` with one element per element of the parameter,
@@ -489,6 +494,7 @@ class Owned:
         if key == MASTER:
             masters, place = self._master_of[name]
             masters.set_piece(place, value)
+            self._values.written.pop(name, None)
         else:
             self._forms[name][key].write(value)
 
@@ -503,17 +509,25 @@ class Owned:
 
     def follow_weights(self) -> None:
         """Set masters to weights that they do not round to."""
+        self._follow_written()
         for masters in self.masters:
             masters.follow()
+
+    def _follow_written(self) -> None:
+        """Do so where weights came from cuts to shards that are masters."""
+        written = self._values.written
+        while written:
+            name, value = written.popitem()
+            self.written |= follow_(self._values.piece(name), value)
 
     def restart(self, saved_as: str, keys: Sequence[str]) -> None:
         """Reset states of a parameter, given by its name in a checkpoint, to their initial values;
         with the empty key its master to the weights, before.
         """
         name = self._known_as[saved_as]
-        values = self._values.piece(name)
-        if "" in keys and values.dtype != torch.float32:
-            self.set_value(name, MASTER, values)
+        weight = self._weight(name)
+        if "" in keys and weight.dtype != torch.float32:
+            self.set_value(name, MASTER, weight)
         states = [key for key in keys if key]
         if states:
             start = self._first_state(name)

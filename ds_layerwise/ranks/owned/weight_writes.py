@@ -28,11 +28,16 @@ def followed(masters: Tensor, values: Tensor) -> Tensor:
     """Return ``masters`` itself if it rounds to ``values``, else a copy on the host that follows
     them.
     """
-    if not any(_rounds_elsewhere(*some).any() for some in _some_at_a_time(masters, values)):
+    if not rounds_elsewhere(masters, values):
         return masters
     copy = masters.to("cpu", copy=True)
     follow_(copy, values)
     return copy
+
+
+def rounds_elsewhere(masters: Tensor, values: Tensor) -> bool:
+    """Tell whether any of 1-D ``masters`` does not round to its value. The host waits."""
+    return any(_rounds_elsewhere(*some).any() for some in _some_at_a_time(masters, values))
 
 
 def follow_(masters: Tensor, values: Tensor) -> Tensor:

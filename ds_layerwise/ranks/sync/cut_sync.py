@@ -40,6 +40,7 @@ class CutSync:
         groups: comm.Groups,
         ep_size: Mapping[str, int],
     ) -> None:
+        self._values = values
         self._all_cuts = cuts
         self._group = groups[1]
         self._ep_size = ep_size
@@ -84,10 +85,17 @@ class CutSync:
         return self._all_cuts.written()
 
     def fetch(self, indices: Collection[int] | None = None) -> None:
-        """Let the shards of owners follow the cuts of the buckets ``indices``; None for all. Every
-        rank must call this at the same point.
+        """Let owners have the cuts of the buckets ``indices``, None for all: in their shards, or
+        in ``written`` of these if they are masters. Every rank must call this at the same point.
         """
-        self._transfer.all_to_owners(only=indices, pending=1)
+
+        def take(number: int, rows: Tensor, own: Tensor) -> None:
+            if rows.dtype != own.dtype:
+                own = torch.empty_like(own, dtype=rows.dtype)
+                self._values.written[self._names[number]] = own
+            out_of_rows(rows, own)
+
+        self._transfer.all_to_owners(take=take, only=indices, pending=1)
         if indices is None:
             self._all_cuts.take_note()
 
@@ -99,6 +107,7 @@ class CutSync:
             # To send a few is cheaper than to look for writes.
             self._all_cuts.follow_persistent()
             self.fetch(indices)
+            self._values.settle()
         elif comm.sum_over_ranks(self.written().float(), group=self._group):
             self.take_over()
 
@@ -111,6 +120,7 @@ class CutSync:
         check_same(self._all_cuts.persistent(), self._ep_size, self._group)
         self._all_cuts.follow_persistent()
         self.fetch()
+        self._values.settle()
 
     def reload(self) -> None:
         """Do what :meth:`take_over` does, and let parameters that stay whole have what was written
@@ -132,6 +142,7 @@ class CutSync:
         lost = []
 
         def compare(number: int, rows: Tensor, own: Tensor) -> None:
+            own = self._values.written.get(self._names[number], own).to(rows.dtype)
             value = torch.empty_like(own)
             out_of_rows(rows, value)
             if differs(value, own).any():

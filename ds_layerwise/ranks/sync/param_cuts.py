@@ -219,8 +219,8 @@ class ParamCuts:
                     place[: filled.numel()].copy_(filled)
                     self._cut(slot.name).data = cut = place
                 self._places[slot.name] = cut
-        self.tensors = (*values.tensors, *apart)
-        """The memory of what this rank owns, and of cuts that are no shards."""
+        self.tensors = (*values.weights, *apart)
+        """The memory of the weights that this rank owns, and of cuts that are no shards."""
         self.take_note()
 
     def take_note(self) -> None:

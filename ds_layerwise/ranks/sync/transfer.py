@@ -39,8 +39,9 @@ class Transfer:
         group_of: returns the ranks that take part in a round, by its ep_size.
         cut_of: returns this rank's cut of an item, which may share memory with the same place in a
             shard.
-        shard_of: returns this rank's shard of a bucket. Its dtype is that of the cuts, or on the
-            way to owners one that holds it exactly. Asked for when its round begins.
+        shard_of: returns this rank's shard of a bucket. Its dtype is that of the cuts, or one that
+            holds it exactly and is rounded to it on the way to cuts of parameters. Asked for when
+            its round begins.
         device: the device of all memory at owners.
         then: called with the buckets of which a round has the last shard: on the way to owners when
             no cut of theirs is read any more, on the way back when all of it has arrived. It is
@@ -200,7 +201,7 @@ class Transfer:
         own = self._own(round_)
         before, stays, behind = _split(round_, own)
         if round_.deal.by_param:
-            sent = own.new_zeros(sum(round_.by_holder))
+            sent = nothing.new_zeros(sum(round_.by_holder))
             for _, value, rows in _rows(round_, own, sent):
                 lay_in_rows(value, rows)
         elif before.numel() and behind.numel():

@@ -636,7 +636,7 @@ class Checkpointing:
         run.param_sync.fetch()
         # A load of float32 masters that share memory with the weights overwrites these, so keep
         # copies.
-        loaded = [shard.clone() for shard in run.shards.tensors if load.weights_win]
+        loaded = [shard.clone() for shard in run.shards.weights if load.weights_win]
         plan.copy(quiet=comm.rank_of(None) != 0)
         # The engine may have loaded no weights, weights rounded to another dtype, or maybe not
         # those of a module that layers of a pipeline share; the same on all ranks.
@@ -649,8 +649,9 @@ class Checkpointing:
         for name, keys in plan.restarts.items():
             owned.restart(name, keys)
         if load.weights_win:
-            torch._foreach_copy_(list(run.shards.tensors), loaded)
+            torch._foreach_copy_(list(run.shards.weights), loaded)
             owned.follow_weights()
+        run.shards.settle()
         if not load.masters:
             self.masters_from_weights()
         for own, value in load.others:
@@ -733,6 +734,7 @@ class Checkpointing:
         """Set the masters from the model's weights, after a load of the weights alone."""
         self.load.agree()
         self._run.param_sync.fetch()
+        self._run.shards.take_written()
         for masters in self._run.owned.masters:
             masters.take_values()
 
@@ -740,6 +742,7 @@ class Checkpointing:
     def weights_from_masters(self) -> None:
         """Set the model's weights from the masters, on every rank."""
         run = self._run
+        run.shards.written.clear()
         for masters in run.owned.masters:
             masters.to_values()
         run.send(range(len(run.planned.layout.buckets)))

@@ -436,6 +436,23 @@ class TestWrittenByScripts(DistributedTest):
                     param.data.mul_(2)
                 assert torch.equal(safe_get_full_fp32_param(param), whole(param).float())
 
+    def test_masters_stay_where_an_average_is_tried(self, tmp_path):
+        engines = [train_engine(start(Net(), config_of(3, **PRECISIONS["bf16"])), 2) for _ in range(2)]
+        param = engines[0].module.square.weight
+        for factor, tag in ((2, "tried"), (0.5, "back")):
+            with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+                param.data.mul_(factor)
+            read = safe_get_full_fp32_param(param)
+            assert torch.equal(read, whole(param).float()) == (factor == 2)
+            own = [piece.name for piece in internals.pieces(engines[0]) if piece.name == "square.weight"]
+            assert internals.written_weights(engines[0]) == (own if factor == 2 else [])
+            engines[0].save_checkpoint(tmp_path, tag=tag)
+            other = start(Net(), config_of(3, **PRECISIONS["bf16"]))
+            other.load_checkpoint(tmp_path, tag=tag)
+            assert torch.equal(safe_get_full_fp32_param(other.module.square.weight), read)
+            assert not internals.written_weights(other)
+        assert_same_run(*(train_engine(engine, 2, first=2) for engine in engines))
+
     def test_nothing_is_fetched_where_nobody_writes(self):
         engine = start(Net(), config_of(3, **PRECISIONS["bf16"]))
         fetches = internals.seen_at(internals.param_sync(engine), "fetch", lambda: 1)
@@ -665,7 +682,7 @@ class TestOffloadedByHand(DistributedTest):
 
 
 class TestMemory(DistributedTest):
-    world_size = [1, 3]
+    world_size = [1, 2, 4]
     thorough_on = (1, )
 
     def test_it_is_what_the_plan_says(self, precision):
@@ -693,6 +710,11 @@ class TestMemory(DistributedTest):
         cuts = [each.untyped_storage().nbytes() for each in internals.param_cuts(engine)]
         assert bool(planned.host) == bool(host or offload_param)
         assert not offload_param or planned.host >= sum(cuts)
+        if precision == "bf16" and not host:
+            # Owners of matrices have masters alone; what is cut by element is updated where its cuts are.
+            split = sum(2 * numel for bucket in optimizer.layout.buckets if not bucket.whole
+                        for owner, numel in bucket.non_empty_shards() if owner == optimizer.rank)
+            assert planned.params == split + whole + (0 if offload_param else sum(cuts))
         engine.destroy()
 
 

@@ -2,11 +2,12 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
 
-from ds_layerwise.plan.forecast.memory import memory_bytes
+from ds_layerwise.plan.forecast.memory import memory_bytes, owner_dtype
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
@@ -66,7 +67,8 @@ class Ranks:
         self.layout, self.sent, self.rank = layout, {}, 0
         monkeypatch.setattr(cut_sync.comm, "all_to_all", self.all_to_all)
         monkeypatch.setattr(cut_sync.comm, "size_of", lambda group: layout.world_size)
-        self.values = [new_shards(layout, rank, torch.device("cpu")) for rank in range(layout.world_size)]
+        dtype_of = partial(owner_dtype, master_dtype="float32", host_ratio=0)
+        self.values = [new_shards(layout, rank, torch.device("cpu"), dtype_of) for rank in range(layout.world_size)]
         self.cuts = [Cuts(layout, rank, values) for rank, values in enumerate(self.values)]
         self.syncs = [CutSync(self.values[rank], self.cuts[rank], groups={1: None}, ep_size={})
                       for rank in range(layout.world_size)]
@@ -105,8 +107,9 @@ def test_every_rank_gets_its_cut_and_nothing_of_another(seed, world_size, monkey
             shards.tensors[bucket.index].fill_(torch.nan)
             if bucket.whole:
                 for piece in bucket.pieces(rank):
-                    start = piece.start - bucket.shard(rank)[0]
-                    shards.tensors[bucket.index][start:start + piece.numel] = values[piece.name]
+                    # A master rounds to its weight.
+                    between = shards.piece(piece.name).dtype != values[piece.name].dtype
+                    shards.piece(piece.name).copy_(values[piece.name]).mul_(1 + between * 2**-12)
     order = [bucket.index for bucket in reversed(layout.buckets)]
     if seed % 2:
         order.reverse()
@@ -172,7 +175,11 @@ def test_bytes_sent_and_held_are_those_of_the_plan(world_size, monkeypatch):
         assert [gradients + 2 * fetched for gradients in reduced.gradients] == [*sent.gradients]
     held = memory_bytes(layout, state_bytes=lambda name, numel: 0, stage=3)
     for rank, memory in enumerate(held):
+        weights = sum(tensor.nbytes for tensor in ranks.values[rank].weights)
         shards = sum(tensor.nbytes for tensor in ranks.values[rank].tensors)
         cuts = sum(ranks.cuts[rank].of(slot.name).nbytes for bucket in layout.buckets if bucket.whole
                    for slot in bucket.slots)
-        assert memory.params == shards + cuts
+        assert memory.params == weights + cuts
+        split = sum(4 * numel for bucket in layout.buckets if (bucket.dtype, bucket.whole) == ("bfloat16", False)
+                    for owner, numel in bucket.non_empty_shards() if owner == rank)
+        assert memory.total == shards + cuts + split
