@@ -120,6 +120,8 @@ class RunConfig:
     fetching: Fetching | None
     """The limits of what is whole at a time at ZeRO stage 3; None at other stages."""
     host_ratio: float
+    accumulates: bool
+    """True if a step may have several micro-batches, as far as the config alone says."""
     autocast: bool
     """True if ``torch_autocast`` decides in which dtype gradients are sent."""
     without_effect: tuple[str, ...]
@@ -163,6 +165,10 @@ class RunConfig:
             params_on_host=at(given, "zero_optimization.offload_param.device") == "cpu",
             fetching=Fetching.of(zero) if zero["stage"] == 3 else None,
             host_ratio=_host_ratio(zero),
+            accumulates=given.get(
+                "gradient_accumulation_steps", None if given.get("train_batch_size") else 1
+            )
+            != 1,
             autocast=bool(at(given, "torch_autocast.enabled")),
             without_effect=without_effect(given),
         )

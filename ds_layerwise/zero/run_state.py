@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.parallel import folding, pipeline
-from ds_layerwise.plan.forecast.forecast import wires_of
+from ds_layerwise.plan.forecast.forecast import kept_dtypes, wires_of
 from ds_layerwise.plan.forecast.memory import owner_dtype, pieces_on_host, state_bytes_of
 from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.owned.buffers import (
@@ -95,6 +95,8 @@ class RunState:
         """The trained parameters by name."""
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         """The shapes of whole parameters by name."""
+        self.wires = wires_of(planned.layout, planned.specs)
+        """The dtype in which gradients are sent, by bucket."""
         self.device = next(iter(self.params.values())).device
         self.tied: list[tuple[str, comm.Group]] = []
         """The parameters that other pipeline stages hold as well, each with the group of the ranks
@@ -169,6 +171,7 @@ class RunState:
         owned = OwnedSettings(
             names=planned.names,
             expert_rank=settings.expert_rank,
+            sums_as=kept_dtypes(self.wires, planned.reduction, settings),
             batch_matrices=self.config.batch_matrices,
             on_host=pieces_on_host(
                 planned.layout,
@@ -212,7 +215,7 @@ class RunState:
                 self.grads,
                 wires=wires,
                 divide_by=settings.divide_by,
-                sent_as=wires_of(planned.layout, planned.specs),
+                sent_as=self.wires,
                 max_waiting=self.config.max_waiting_buckets,
             )
             self.progress = Progress(self.engine, self.grad_sync.state)

@@ -162,7 +162,7 @@ class StateAccess:
         divisor = self._run.grad_sync.divisor()
         self._owned.reduced.average_over_lanes(name)
         # After a refused step, some ranks may have averages already, and others not.
-        return self._whole(name, lambda name: self._owned.reduced.piece(name) / divisor)
+        return self._whole(name, lambda name: self._owned.reduced.piece(name).float() / divisor)
 
     @torch.no_grad()
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
@@ -181,7 +181,9 @@ class StateAccess:
         if own is not None:
             own.copy_(value.reshape(-1))
         elif part is not None:
-            self._owned.reduced.piece(name).copy_(part * divisor)
+            reduced = self._owned.reduced
+            reduced.widen(reduced.layout.bucket_of(name).index)
+            reduced.piece(name).copy_(part * divisor)
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, nn.Parameter], Tensor], params: Sequence[nn.Parameter]

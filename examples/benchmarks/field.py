@@ -120,6 +120,7 @@ def ours(model: Model, *, name: str, stage: int) -> Cost:
         stored_as=plan.stored_as,
         wires=plan.wires,
         reduction=plan.reduction,
+        kept_as=plan.kept_as,
         beside=totals,
     )
     held = max(totals) + sums.in_pass

@@ -142,6 +142,8 @@ class Forecast:
     """The dtype in which gradients accumulate."""
     wires: tuple[str, ...]
     """The dtype in which gradients are sent, by bucket."""
+    kept_as: tuple[str, ...]
+    """The dtype in which sums of gradients are kept, by bucket."""
     report: LayoutReport
     memory: tuple[RankMemory, ...]
     """The bytes held between two steps."""
@@ -189,14 +191,17 @@ class Forecast:
             master_dtype=master_dtype,
             persistent=whole.always,
         )
-        update = update_bytes(layout, routes, master_dtype, tp_size=tp_size)
+        kept_as = kept_dtypes(wires, reduction, run)
+        update = update_bytes(layout, routes, master_dtype, tp_size=tp_size, kept_as=kept_as)
         sending: dict[str, Any] = {
             "stage": run.stage,
             "stored_as": stored_as,
             "wires": wires,
             "reduction": reduction,
         }
-        sums = sums_bytes(layout, **sending, beside=[rank.total for rank in memory])
+        sums = sums_bytes(
+            layout, **sending, kept_as=kept_as, beside=[rank.total for rank in memory]
+        )
         working = Working(
             update=sums.update + update + max(rank.staging for rank in memory),
             in_pass=sums.in_pass + _waiting(layout, run) + whole.most - whole.always,
@@ -217,6 +222,7 @@ class Forecast:
             reduction,
             stored_as,
             wires,
+            kept_as,
             report,
             memory,
             working,
@@ -300,6 +306,21 @@ def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
     """Return the dtype in which gradients are sent, by bucket of a plan of ``specs``."""
     wire_of = {spec.name: spec.wire for spec in specs}
     return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
+
+
+def kept_dtypes(wires: Iterable[str], reduction: Reduction, run: RunConfig) -> tuple[str, ...]:
+    """Return the dtype in which a rank keeps its sums of gradients, by bucket, from the only
+    backward pass of a step to the update; those of further ones are added in float32.
+
+    The backend's sums in bfloat16 are kept as they arrive, and those in float16 are not: they
+    include a factor. Captured updates find them in one place, in float32.
+
+    Args:
+        wires: the dtype in which gradients are sent, by bucket.
+    """
+    adds = run.stage == 1 or run.accumulates or run.layerwise.cuda_graph
+    adds |= reduction == "ordered"
+    return tuple("float32" if adds or wire != "bfloat16" else wire for wire in wires)
 
 
 def forecast(

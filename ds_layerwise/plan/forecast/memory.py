@@ -150,7 +150,9 @@ def memory_bytes(
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
     for bucket in layout.buckets:
+        padded = stage < 3 or dtype_of(bucket) == bucket.dtype
         for rank, numel in bucket.non_empty_shards():
+            numel = numel if padded else bucket.filled_numel(rank)
             masters[rank] += master_bytes(numel, bucket.dtype, master_dtype)
         for rank, name, numel in _owned(bucket):
             states[rank] += state_bytes(name, numel)
@@ -289,12 +291,21 @@ def _master_bytes(bucket: Bucket) -> int:
 
 
 def update_bytes(
-    layout: Layout, routes: Routes, master_dtype: MasterDtype, *, tp_size: int = 1
+    layout: Layout,
+    routes: Routes,
+    master_dtype: MasterDtype,
+    *,
+    tp_size: int = 1,
+    kept_as: Sequence[str] = (),
 ) -> int:
     """Return a bound of the bytes that an update works in, on the rank with most of them.
 
     An update has the equal matrices of one rank and bucket, or up to a full batch of those in
     several buckets, or the pieces of all split parameters of a bucket.
+
+    Args:
+        kept_as: the dtype in which sums of gradients are kept, by bucket, if not all in float32.
+            Those of a bucket, and of what fills up its batches, become float32 together.
     """
     largest = max((bucket.numel for bucket in layout.buckets), default=0)
     most = opened = 0
@@ -318,10 +329,15 @@ def update_bytes(
                 counts = owned.setdefault(kind, Counter())
                 for owner in bucket.owners(slot):
                     counts[owner] += prod(batch)
+    along = 0
     for (recipe, rows, cols, copied, _), counts in owned.items():
+        along += recipe.full_batch_numel * (not copied)
         together = max(largest, recipe.full_batch_numel) // (rows * cols)
         count = min(max(counts.values()), max(1, together))
         most = max(most, recipe.workspace((count, rows, cols)) + copied)
+    if {*kept_as} - {"float32"}:
+        shards = [bucket.shards.longest for bucket in layout.buckets]
+        opened += SUM_BYTES * min(max(shards) + along, sum(shards))
     return most + opened
 
 
@@ -332,15 +348,18 @@ def sums_bytes(
     stored_as: Mapping[str, str],
     wires: Sequence[str],
     reduction: Reduction,
+    kept_as: Sequence[str] | None = None,
     beside: Sequence[int] = (0,),
 ) -> Sums:
     """Count the bytes of the sums of gradients; see :func:`transfer_bytes`.
 
     Args:
+        kept_as: the dtype in which sums are kept, by bucket; None for float32.
         beside: what each rank holds beside them, in bytes. One that holds much may have few sums.
     """
     shards = np.zeros((len(layout.buckets), layout.world_size), np.int64)
     cuts = np.zeros(len(layout.buckets), np.int64)
+    kept = [itemsize(dtype) for dtype in kept_as or ("float32",) * len(layout.buckets)]
     in_cuts = np.array([bucket.transport == "cuts" for bucket in layout.buckets], bool)
 
     def sent_as(bucket: Bucket) -> str:
@@ -351,9 +370,12 @@ def sums_bytes(
         shared = stored_as[bucket.dtype] if stage == 1 else None
         if shared != "float32":
             for rank, numel in bucket.non_empty_shards():
-                shards[bucket.index, rank] = SUM_BYTES * numel
+                if stage > 1:
+                    numel = bucket.sums_numel(rank)
+                shards[bucket.index, rank] = kept[bucket.index] * numel
         if in_cuts[bucket.index] and shared != sent_as(bucket):
-            cuts[bucket.index] = itemsize(sent_as(bucket)) * bucket.cut_numel
+            size = min(kept[bucket.index], itemsize(sent_as(bucket)))
+            cuts[bucket.index] = size * bucket.cut_numel
     held = shards[~in_cuts].sum(0) + cuts.sum() + np.array(beside)
     in_pass = exchange = held.max()
     rounds = deal(layout.buckets, sent_as)

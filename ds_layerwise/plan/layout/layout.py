@@ -250,6 +250,20 @@ class Bucket:
         start = self._starts[run] + (number - self._numbers[run]) * numel
         return start, start + numel
 
+    def filled_numel(self, rank: int) -> int:
+        """Return the length of the shard of ``rank`` without padding behind its last piece."""
+        *_, last = self.pieces(rank) or (None,)
+        return 0 if last is None else last.start + last.numel - self.shard(rank)[0]
+
+    def sums_numel(self, rank: int) -> int:
+        """Return the number of sums that ``rank`` keeps in its shard from stage 2 on: without that
+        padding if whole parameters arrive straight at their owners.
+        """
+        if self.whole and self.transport == "even":
+            return self.filled_numel(rank)
+        start, stop = self.shard(rank)
+        return stop - start
+
     def filled(self) -> Iterator[tuple[int, int, int]]:
         """Yield the number, the start and the length of every shard that has elements, in order."""
         for number, start, run in zip(self._numbers, self._starts, self.shards.runs):

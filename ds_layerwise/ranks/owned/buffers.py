@@ -214,7 +214,8 @@ def new_shards(
     dtype_of: Callable[[Bucket], str] = attrgetter("dtype"),
 ) -> ShardBuffer:
     """Return the shards of ``rank`` in memory of their own, all zeros, for a run in which no rank
-    has the memory of a whole bucket.
+    has the memory of a whole bucket. Those of another dtype than their parameters have no padding
+    at their end.
 
     Args:
         dtype_of: returns the layout's name of the dtype of the shards of a bucket; by default that
@@ -222,6 +223,8 @@ def new_shards(
     """
     shards = []
     for bucket in layout.buckets:
+        dtype = dtype_of(bucket)
         start, stop = bucket.shard(rank)
-        shards.append(torch.zeros(stop - start, dtype=DTYPES[dtype_of(bucket)], device=device))
+        numel = stop - start if dtype == bucket.dtype else bucket.filled_numel(rank)
+        shards.append(torch.zeros(numel, dtype=DTYPES[dtype], device=device))
     return ShardBuffer(layout, rank, shards)

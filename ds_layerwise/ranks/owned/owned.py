@@ -64,6 +64,8 @@ class OwnedSettings:
     """The number of this rank among those that experts are dealt out to."""
     new_graph: NewGraph | None = None
     """Makes graphs of the device, to capture updates; None to capture none."""
+    sums_as: Sequence[str] | None = None
+    """The dtype in which sums of gradients are kept, by bucket; None for float32."""
 
     def site(self, route: Route) -> Site:
         """Return the place where the parameter of ``route`` is updated."""
@@ -134,7 +136,7 @@ class Owned:
         """This rank's pieces, by bucket, in memory order."""
         self.device = values.tensors[0].device
         """The device that runs the updates."""
-        self.reduced = ReducedGradients(layout, rank, grads, self.device)
+        self.reduced = ReducedGradients(layout, rank, grads, self.device, settings.sums_as)
         self.host = HostMemory(self.device, pin_memory=settings.pin_memory)
         self.written = torch.zeros((), dtype=torch.bool, device=self.device)
         """True after masters have followed written weights."""
@@ -320,8 +322,15 @@ class Owned:
         numbers: Numbers[OneUpdate] | None,
     ) -> None:
         """Average and rescale the gradients of bucket ``index``, and open its masters and
-        states.
+        states. Gradients that are kept as they arrived become float32 for their rule alone.
         """
+        if self.reduced.now(index).dtype == torch.float32:
+            self._average_(index, turn, numbers)
+        for form in self._opening[index]:
+            form.open(brought.get(form, form.memory))
+
+    def _average_(self, index: int, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
+        """Average and rescale the gradients of bucket ``index``, float32."""
         self.reduced.average_(index)
         together: dict[float, list[Tensor]] = {}
         for piece in self.pieces[index]:
@@ -333,8 +342,6 @@ class Owned:
                 together.setdefault(factor, []).append(gradient)
         for factor, gradients in together.items():
             multiply_(gradients, factor)
-        for form in self._opening[index]:
-            form.open(brought.get(form, form.memory))
 
     def _run(self, update: UpdateSet, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
         """Run a rule on those of its parameters that are not left out."""
@@ -342,10 +349,11 @@ class Owned:
         views: list[Seen] = []
         for name in update.names:
             if name not in turn.leave_out:
-                own = self._views_once.get(name)
+                stays = self._gradient(name).dtype == torch.float32
+                own = self._views_once.get(name) if stays else None
                 if own is None:
-                    own = self._make_views(name)
-                    if name in self._fixed:
+                    own = self._make_views(name, turn)
+                    if stays and name in self._fixed:
                         self._views_once[name] = own
                 views += own
                 names += [name] * len(own)
@@ -369,12 +377,16 @@ class Owned:
         for view, copy in zip(views, copies, strict=True):
             view.take_back(copy)
 
-    def _make_views(self, name: str) -> list[Seen]:
+    def _make_views(self, name: str, turn: OneUpdate) -> list[Seen]:
         """Return the master, gradient and state of ``name``, or of each of its parts, in the shapes
         that its rule sees.
         """
         route = self._routes[name]
         grad = self._gradient(name)
+        if grad.dtype != torch.float32:
+            grad = self.reduced.average(name).view_as(grad)
+            if (factor := turn.factor_of(name)) != 1:
+                multiply_([grad], factor)
         master = self._opened_master(name).view_as(grad)
         state = {key: form.opened for key, form in self._forms[name].items()}
         return route.views(master, grad, state)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_layerwise.optimizers.devices import LONGER_ON_DEVICE, widest_float
 from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
 
 #: The number of elements per norm operation.
 _SQUARED_AT_A_TIME = 1 << 22
@@ -34,24 +34,27 @@ def sum_of_squares(
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
     norms: list[Tensor] = []
-    if divide_by == 1:
+    if divide_by == 1 and torch.bfloat16 not in {part.dtype for part in parts}:
         norms += torch._foreach_norm(parts, 2, wide)
     else:
         for part in parts:
-            norms += torch._foreach_norm([part / divide_by], 2, wide)
+            norms += torch._foreach_norm([part.float() / divide_by], 2, wide)
     return torch.stack(norms).square().sum()
 
 
 class ReducedGradients(ShardBuffer):
-    """The gradients of one rank, float32.
+    """The gradients of one rank, float32, or as they have arrived as long as nothing is added.
 
     A shard in the gradient buffer, which accumulates in float32, shares its memory. Any other has
-    memory from :meth:`allocate` to :meth:`free`. Its storage stays the same, so views of it, once
-    made, are valid whenever it has memory. Meanwhile they must not be used.
+    memory from :meth:`allocate` to :meth:`free`, in one of two dtypes. Its storage stays the same,
+    so views of it, once made, are valid whenever it has memory in their dtype. Otherwise they must
+    not be used.
 
     Args:
         grads: the gradient buffer; None if there is none.
         device: the device of the memory.
+        kept_as: the dtype in which sums arrive, by bucket, see :func:`.forecast.kept_dtypes`; None
+            for float32.
     """
 
     divide_by = 1.0
@@ -60,11 +63,22 @@ class ReducedGradients(ShardBuffer):
     """True to keep their own memory between steps, for captured updates that have its address."""
 
     def __init__(
-        self, layout: Layout, rank: int, grads: FlatBuffer | None, device: torch.device
+        self,
+        layout: Layout,
+        rank: int,
+        grads: FlatBuffer | None,
+        device: torch.device,
+        kept_as: Sequence[str] | None = None,
     ) -> None:
         self._apart: dict[int, torch.UntypedStorage] = {}
         self.add_lanes(None, ())
         super().__init__(layout, rank, self._make(layout, rank, grads, device))
+        self._kept: ShardBuffer = self
+        """The same memory in the dtype in which sums arrive."""
+        if kept_as is not None:
+            self._kept = ShardBuffer(layout, rank, self._make_kept(kept_as))
+        self.kept_as = [shard.dtype for shard in self._kept.tensors]
+        """The dtype in which sums arrive, by bucket."""
 
     def _make(
         self, layout: Layout, rank: int, grads: FlatBuffer | None, device: torch.device
@@ -77,19 +91,50 @@ class ReducedGradients(ShardBuffer):
                 yield grads.shard(bucket, rank).detach()
                 continue
             start, stop = bucket.shard(rank)
-            shard = torch.empty(stop - start, dtype=torch.float32, device=device)
+            numel = bucket.sums_numel(rank) if grads is None else stop - start
+            shard = torch.empty(numel, dtype=torch.float32, device=device)
             self._apart[bucket.index] = shard.untyped_storage()
             yield shard
             self.free()
 
+    def _make_kept(self, kept_as: Sequence[str]) -> Iterator[Tensor]:
+        """Yield the shards in the dtype in which sums arrive, as :meth:`_make` does."""
+        for index, (shard, dtype) in enumerate(zip(self.tensors, kept_as, strict=True)):
+            if index in self._apart:
+                self._apart[index].resize_(shard.nbytes)
+            yield shard.view(DTYPES[dtype])[: shard.numel()]
+            self.free()
+
     def allocate(self, index: int) -> Tensor:
-        """Return this rank's shard of bucket ``index``, with padding; uninitialized if it had no
-        memory.
+        """Return this rank's shard of bucket ``index``, uninitialized if it had no memory: in the
+        dtype in which sums arrive, or in float32 if it has been widened. Without gradient
+        buffer it has :meth:`.Bucket.sums_numel` elements.
         """
+        storage = self._apart.get(index)
+        if storage is not None and not storage.nbytes():
+            storage.resize_(self._kept.tensors[index].nbytes)
+        return self.now(index)
+
+    def widen(self, index: int) -> Tensor:
+        """Return the same, float32."""
+        kept = self.allocate(index)
         shard = self.tensors[index]
-        if index in self._apart and not self._apart[index].nbytes():
-            self._apart[index].resize_(shard.nbytes)
+        if kept.dtype != torch.float32:
+            copy = kept.float()
+            shard.untyped_storage().resize_(shard.nbytes)
+            shard.copy_(copy)
         return shard
+
+    def now(self, index: int) -> Tensor:
+        """Return this rank's shard of bucket ``index`` in the dtype that its memory has now."""
+        kept = self._kept.tensors[index]
+        return kept if kept.untyped_storage().nbytes() == kept.nbytes else self.tensors[index]
+
+    def piece(self, name: str) -> Tensor:
+        """See :meth:`.ShardBuffer.piece`; in the dtype that its memory has now."""
+        kept = self._kept._views[name]
+        same = kept.dtype == self.now(self.layout.bucket_of(name).index).dtype
+        return kept if same else self._views[name]
 
     def free(self) -> None:
         """Free the memory of all shards that have their own, unless it :attr:`stays`."""
@@ -112,16 +157,17 @@ class ReducedGradients(ShardBuffer):
         for each in self._partial:
             view = self._views[each]
             if name in (None, each) and view.untyped_storage().nbytes():
+                self.widen(self.layout.bucket_of(each).index)
                 comm.sum_over_ranks(view, group=self._lanes).div_(comm.size_of(self._lanes))
 
     def average_(self, index: int) -> None:
-        """Divide bucket ``index`` in place, to the averages over ranks."""
+        """Divide bucket ``index``, float32, in place, to the averages over ranks."""
         if self.divide_by != 1:
             self.tensors[index].div_(self.divide_by)
 
     def average(self, name: str) -> Tensor:
-        """Return a copy of :meth:`piece`, averaged."""
-        return self.piece(name) / self.divide_by
+        """Return a copy of :meth:`piece`, averaged, float32."""
+        return self.piece(name).float() / self.divide_by
 
     def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
         """Return :func:`sum_of_squares` of the averages of all parameters.
@@ -147,7 +193,7 @@ class ReducedGradients(ShardBuffer):
 
     def _parts(self, leave_out: Collection[str]) -> list[Tensor]:
         found = []
-        for name, view in self._views.items():
+        for name in self._views:
             if name not in leave_out:
-                found.append(view)
+                found.append(self.piece(name))
         return found

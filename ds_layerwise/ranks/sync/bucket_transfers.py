@@ -99,9 +99,9 @@ class Wire:
         Args:
             memory: 1-D, the whole bucket; read until the result has been waited for, and
                 perhaps overwritten.
-            out: float32, as long as this rank's shard or cut; may be that part of ``memory``. A cut
-                may have ``wire_dtype`` if ``divide_by`` is 1; the sum in it is then multiplied by
-                :func:`room_in`.
+            out: float32, as long as this rank's shard or cut; may be that part of ``memory``. It
+                may have ``wire_dtype`` if ``divide_by`` is 1 and the backend sums; the sum in it is
+                then multiplied by :func:`room_in`.
             divide_by: the divisor of the sum over ranks, applied in float32.
             wire_dtype: the dtype in which elements are sent.
             turn: memory for data in transit, reserved until the result has been waited for.

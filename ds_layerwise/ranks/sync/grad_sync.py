@@ -52,7 +52,8 @@ class GradSync:
         owners. Gradients stay in ``param.grad`` until their bucket is complete. Then they are
         copied into a bucket that exists only while it is in transit. The sums over ranks are added
         up in float32, and stay sums until the update, because more may come after a refused step.
-        So with several micro-batches the two round differently, but integer gradients have the same
+        Those that the backend has made in bfloat16 are kept so until others are added to them. So
+        with several micro-batches the two round differently, but integer gradients have the same
         sums.
 
     Note: memory of sums
@@ -106,7 +107,7 @@ class GradSync:
             deal(buckets, self._sum_dtype),
             group_of=lambda ep_size: wires[ep_size].group,
             cut_of=self._cut,
-            shard_of=reduced.allocate,
+            shard_of=self._shard,
             device=device,
             then=self._forget_cuts,
         )
@@ -124,15 +125,25 @@ class GradSync:
         wire = self._sent_as[bucket.index]
         return sum_dtype(wire, "native" if native else "ordered", stage=stage)
 
+    def _shard(self, index: int) -> Tensor:
+        """Return the memory for this rank's sums at their owner: float32 where any are added."""
+        if self._adds or self._owners_have_sums:
+            return self.reduced.widen(index)
+        return self.reduced.allocate(index)
+
     def _sums_of(self, bucket: Bucket) -> Tensor:
         """Return the memory for this rank's sums of ``bucket``, which is new if it had none.
 
         That of a cut is the gradient memory, if that has the dtype of sums.
         """
         if bucket.index not in self._in_cuts:
-            return self.reduced.allocate(bucket.index)
+            return self._shard(bucket.index)
+        dtype = DTYPES[self._sum_dtype(bucket)]
+        if self._adds and bucket.index in self._cuts:
+            self._cuts[bucket.index] = self._cuts[bucket.index].to(dtype)
         if bucket.index not in self._cuts:
-            dtype = DTYPES[self._sum_dtype(bucket)]
+            if self._grads is None and not self._adds:
+                dtype = self.reduced.kept_as[bucket.index]
             if self._grads is not None and self._grads.tensors[bucket.index].dtype == dtype:
                 cut = self._grads.cut(bucket, self.rank)
             else:
@@ -163,6 +174,8 @@ class GradSync:
         # The buckets that have sums of this step in this rank's cut, else in its shard.
         self._has_sums: set[int] = set()
         self._owners_have_sums = False
+        # True once any are added to those of an earlier pass.
+        self._adds = False
 
     # --- gradients of this rank
 
@@ -329,9 +342,12 @@ class GradSync:
         """Begin to reduce ``bucket``."""
         wire_dtype = DTYPES[self._sent_as[bucket.index]]
         is_first = bucket.index not in self._has_sums
+        self._adds |= self._grads is None and not is_first
         # Allocate all memory before anything changes: a launch that runs out of it begins again.
         total = self._sums_of(bucket)
-        out = total if is_first else turn.empty("added", total.numel(), total.dtype)
+        numel = total.numel()
+        in_place = is_first and numel == bucket.cut_numel
+        out = total if in_place else turn.empty("added", bucket.cut_numel, total.dtype)
         divide_by = 1.0
         if self._grads is None:
             memory = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
@@ -347,7 +363,10 @@ class GradSync:
             memory, out, divide_by=divide_by, wire_dtype=wire_dtype, turn=turn
         )
         self._has_sums.add(bucket.index)
-        return pending if is_first else pending.then(lambda: total.add_(out))
+        if in_place:
+            return pending
+        put = total.copy_ if is_first else total.add_
+        return pending.then(lambda: put(out[:numel]))
 
     def _hand_over(self, bucket: Bucket, memory: Tensor) -> None:
         """Copy the gradients of ``bucket`` from parameters to ``memory``, and set them to None."""

@@ -301,7 +301,9 @@ class TestWrittenByScripts(DistributedTest):
     def test_masters_follow_what_one_rank_writes(self, precision, capsys):
         engines = []
         for stage in (2, 3):
-            engine = train_engine(start(Net(), config_of(stage, **PRECISIONS[precision])), 1)
+            # Every update searches for writes that would be lost.
+            config = config_of(stage, layerwise={"check_writes": 1}, **PRECISIONS[precision])
+            engine = train_engine(start(Net(), config), 1)
             for param in map(engine.module.get_parameter, ("square.weight", "embed.weight", "norm.bias")):
                 new = torch.arange(param.numel() if stage == 2 else param.ds_numel).view(
                     param.shape if stage == 2 else param.ds_shape) % 7 / 4
@@ -357,6 +359,7 @@ class TestWrittenByScripts(DistributedTest):
             "save one file": lambda e, d: e.optimizer.save_state_dict_to_file(d / "f"),
             "sharded": lambda e, d: dcp.save(e.optimizer.sharded_state_dict(), checkpoint_id=str(d / "dcp")),
             "load sharded": lambda e, d: e.optimizer.load_sharded_state_dict(str(d / "dcp")),
+            "masters from weights": lambda e, d: e.optimizer.refresh_fp32_params(),
             "weights from masters": lambda e, d: e.optimizer.update_lp_params(),
             "a save that fails": lambda e, d: fails(lambda: e.save_checkpoint(d, client_state={"f": lambda: 0})),
             "no file": lambda e, d: fails(lambda: e.optimizer.load_state_dict_from_file(d / "nothing")),
@@ -452,6 +455,19 @@ class TestWrittenByScripts(DistributedTest):
             assert torch.equal(safe_get_full_fp32_param(other.module.square.weight), read)
             assert not internals.written_weights(other)
         assert_same_run(*(train_engine(engine, 2, first=2) for engine in engines))
+
+    def test_a_master_that_is_set_holds_whatever_was_written_before(self, tmp_path):
+        engines = []
+        for writes in (True, False):
+            engine = train_engine(start(Net(), config_of(3, **BF16)), 1)
+            param = engine.module.square.weight
+            if writes:
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+                    param.data.mul_(2)
+                engine.save_checkpoint(tmp_path)
+            safe_set_full_fp32_param(param, torch.ones(param.ds_shape) / 3)
+            engines.append(train_engine(engine, 1, first=1))
+        assert_same_run(*engines)
 
     def test_nothing_is_fetched_where_nobody_writes(self):
         engine = start(Net(), config_of(3, **PRECISIONS["bf16"]))

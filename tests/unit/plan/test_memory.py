@@ -20,6 +20,8 @@ from tests.support.transports import bucket_of
 
 pytestmark = rooms("memory", "forecast")
 
+REMAINDER = "bfloat16+remainder"
+
 
 def layout():
     return Layout("balanced", 3, 64, (
@@ -46,6 +48,30 @@ def test_memory_by_rank_in_bytes():
 def test_at_stage_2_a_rank_keeps_no_gradients():
     for one, two in zip(memory_bytes(layout()), memory_bytes(layout(), stage=2), strict=True):
         assert two == replace(one, grads=0)
+
+
+def test_at_stage_3_owners_of_16_bit_matrices_have_masters_alone():
+    # Cuts of a, b and c of 20, 22 and 4 elements, and the float32 shard of d; masters end with the last matrix.
+    params = 2 * (20 + 22 + 4) + 4 * 64
+    for rank, masters in enumerate((128, 0, 10)):
+        held = memory_bytes(layout(), stage=3)[rank]
+        assert (held.params, held.masters) == (params, 4 * masters)
+    # With the host, or as remainders, masters are made of weights that owners keep.
+    for numel, (split, hosted) in zip((128, 0, 64), zip(memory_bytes(layout(), stage=3, master_dtype=REMAINDER),
+                                                        memory_bytes(layout(), stage=3, host_ratio=1)), strict=True):
+        assert split.params == hosted.params == params + 2 * numel
+
+
+def test_sums_are_kept_as_they_arrive():
+    settings = {"stage": 3, "reduction": "native", "wires": ["bfloat16", "float32"], "stored_as": {}}
+    # The cut of 64 elements, and 64 of the shard of d; shards of 128 and 64 on the fullest rank.
+    assert sums_bytes(layout(), **settings, kept_as=["bfloat16", "float32"]) == Sums(
+        2 * 64 + 4 * 64, 2 * (64 + 128) + 4 * 64, 2 * 128 + 4 * 64)
+    # Straight at their owners, without the padding behind the last one.
+    even = Layout("balanced", 2, 64, (bucket_of(0, "bfloat16", True, 0, (128, 128), (
+        Slot("a", 0, 70), Slot("b", 128, 30)), transport="even"),))
+    settings["wires"] = ["bfloat16"]
+    assert sums_bytes(even, **settings, kept_as=["bfloat16"]) == Sums(*3 * [2 * 70])
 
 
 def test_memory_of_a_dtype_without_a_known_size_is_refused():
@@ -183,6 +209,12 @@ def test_an_update_works_in_a_batch_of_equal_matrices():
     assert update_bytes(planned, routes, "float32") == muon.workspace((4, 8, 8))
     # Masters of the largest shard, opened to float32.
     assert update_bytes(planned, routes, "bfloat16+remainder") == muon.workspace((4, 8, 8)) + 4 * 128
+    # Sums that are kept as they arrive become float32 for the batch: of all shards, or of one and a full batch.
+    for full, sums in ((muon.full_batch_numel, 256), (32, 128 + 32)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Muon, "full_batch_numel", full)
+            kept = [update_bytes(planned, routes, "float32", kept_as=[dtype] * 2) for dtype in ("float32", "bfloat16")]
+        assert kept[1] - kept[0] == 4 * sums
     split = Layout("balanced", 2, 64, (bucket_of(0, "float32", False, 0, (64, 64), (Slot("e", 0, 100),)),))
     routes = {"e": Route(name="e", recipe=adamw, reason="", group=0)}
     assert update_bytes(split, routes, "bfloat16+remainder") == adamw.workspace((64,))
