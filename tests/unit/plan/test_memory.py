@@ -5,10 +5,11 @@ from random import Random
 
 import pytest
 
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
+from ds_layerwise.plan.forecast.forecast import LayoutReport, kept_dtypes, max_over_mean
 from ds_layerwise.plan.forecast.memory import RankMemory, Sums, sums_bytes, transfer_bytes, update_bytes
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.planner import plan_layout
@@ -60,6 +61,16 @@ def test_at_stage_3_owners_of_16_bit_matrices_have_masters_alone():
     for numel, (split, hosted) in zip((128, 0, 64), zip(memory_bytes(layout(), stage=3, master_dtype=REMAINDER),
                                                         memory_bytes(layout(), stage=3, host_ratio=1)), strict=True):
         assert split.params == hosted.params == params + 2 * numel
+
+
+@pytest.mark.parametrize("stage, reduction, sections, kept", [
+    (3, "native", {}, True), (2, "native", {}, True), (1, "native", {}, False), (3, "ordered", {}, False),
+    (3, "native", {"gradient_accumulation_steps": 2}, False), (3, "native", {"layerwise": {"cuda_graph": True}}, False)])
+def test_bfloat16_sums_of_the_backend_are_kept_if_nothing_is_added(stage, reduction, sections, kept):
+    run = RunConfig.from_ds_config({"optimizer": {"type": "LayerWiseMuon", "params": {}},
+                                    "zero_optimization": {"stage": stage}, **sections})
+    assert kept_dtypes(["bfloat16", "float16", "float32"], reduction, run) == (
+        "bfloat16" if kept else "float32", "float32", "float32")
 
 
 def test_sums_are_kept_as_they_arrive():
