@@ -252,8 +252,8 @@ class Bucket:
 
     def filled_numel(self, rank: int) -> int:
         """Return the length of the shard of ``rank`` without padding behind its last piece."""
-        *_, last = self.pieces(rank) or (None,)
-        return 0 if last is None else last.start + last.numel - self.shard(rank)[0]
+        start, _ = self.shard(rank)
+        return max((piece.start + piece.numel - start for piece in self.pieces(rank)), default=0)
 
     def sums_numel(self, rank: int) -> int:
         """Return the number of sums that ``rank`` keeps in its shard from stage 2 on: without that

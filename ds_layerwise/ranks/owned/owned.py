@@ -324,16 +324,8 @@ class Owned:
         """Average and rescale the gradients of bucket ``index``, and open its masters and
         states. Gradients that are kept as they arrived become float32 for their rule alone.
         """
-        if self.reduced.now(index).dtype == torch.float32:
-            self._average_(index, turn, numbers)
-        for form in self._opening[index]:
-            form.open(brought.get(form, form.memory))
-
-    def _average_(self, index: int, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
-        """Average and rescale the gradients of bucket ``index``, float32."""
-        self.reduced.average_(index)
         together: dict[float, list[Tensor]] = {}
-        for piece in self.pieces[index]:
+        for piece in self.reduced.average_(index):
             gradient = self.reduced.piece(piece.name)
             factor = turn.factor_of(piece.name)
             if numbers is not None:
@@ -342,6 +334,8 @@ class Owned:
                 together.setdefault(factor, []).append(gradient)
         for factor, gradients in together.items():
             multiply_(gradients, factor)
+        for form in self._opening[index]:
+            form.open(brought.get(form, form.memory))
 
     def _run(self, update: UpdateSet, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
         """Run a rule on those of its parameters that are not left out."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.devices import LONGER_ON_DEVICE, widest_float
-from ds_layerwise.plan.layout.layout import Layout
+from ds_layerwise.plan.layout.layout import Layout, Piece
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
 
@@ -160,10 +160,15 @@ class ReducedGradients(ShardBuffer):
                 self.widen(self.layout.bucket_of(each).index)
                 comm.sum_over_ranks(view, group=self._lanes).div_(comm.size_of(self._lanes))
 
-    def average_(self, index: int) -> None:
-        """Divide bucket ``index``, float32, in place, to the averages over ranks."""
+    def average_(self, index: int) -> Sequence[Piece]:
+        """Divide bucket ``index`` in place, to the averages over ranks, and return its pieces; none
+        if it is kept as it arrived.
+        """
+        if self.now(index).dtype != torch.float32:
+            return ()
         if self.divide_by != 1:
             self.tensors[index].div_(self.divide_by)
+        return self.pieces[index]
 
     def average(self, name: str) -> Tensor:
         """Return a copy of :meth:`piece`, averaged, float32."""

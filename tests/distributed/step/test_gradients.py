@@ -13,7 +13,7 @@ from ds_layerwise.zero import run_state
 from tests.support import internals
 from tests.support.checkpoints import assert_same_run
 from tests.support.harness import DistributedTest
-from tests.support.live_memory import bytes_of
+from tests.support.live_memory import LiveMemory, bytes_of
 from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, ds_config, start
 from tests.support.transports import plan_in_cuts
@@ -109,7 +109,7 @@ class TestAsTheyArrive(DistributedTest):
                 assert narrow == (way is one_pass)
             for each in (engine, plain):
                 each.step()
-            assert engine.optimizer.report() == plain.optimizer.report()
+            assert engine.optimizer.report() == plain.optimizer.report() and not engine.skipped_steps
             assert_same_run(engine, plain)
 
     @pytest.mark.world_size([2, 4])
@@ -124,11 +124,13 @@ class TestAsTheyArrive(DistributedTest):
             totals = [rank.total for rank in plan.memory]
             for step in range(2):
                 one_pass(engine, step)
-                sums = bytes_of([*internals.owned(engine).reduced.tensors, *internals.cuts(engine)])
+                sums = [*internals.owned(engine).reduced.tensors, *internals.cuts(engine)]
                 everyone = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, totals[engine.optimizer.rank] + sums)
+                dist.all_gather_object(everyone, totals[engine.optimizer.rank] + bytes_of(sums))
                 planned = sums_bytes(plan.layout, stage=stage, stored_as=plan.stored_as, wires=plan.wires,
                                      reduction=plan.reduction, kept_as=plan.kept_as, beside=totals)
                 assert max(everyone) == max(totals) + planned.in_pass
-                engine.step()
+                with LiveMemory(sums) as memory:
+                    engine.step()
+                assert memory.peak <= plan.working.update + plan.working.transfers
             engine.destroy()

@@ -65,7 +65,8 @@ def test_at_stage_3_owners_of_16_bit_matrices_have_masters_alone():
 
 @pytest.mark.parametrize("stage, reduction, sections, kept", [
     (3, "native", {}, True), (2, "native", {}, True), (1, "native", {}, False), (3, "ordered", {}, False),
-    (3, "native", {"gradient_accumulation_steps": 2}, False), (3, "native", {"layerwise": {"cuda_graph": True}}, False)])
+    (3, "native", {"gradient_accumulation_steps": 2}, False),
+    (3, "native", {"layerwise": {"cuda_graph": True}}, False)])
 def test_bfloat16_sums_of_the_backend_are_kept_if_nothing_is_added(stage, reduction, sections, kept):
     run = RunConfig.from_ds_config({"optimizer": {"type": "LayerWiseMuon", "params": {}},
                                     "zero_optimization": {"stage": stage}, **sections})
