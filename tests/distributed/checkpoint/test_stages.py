@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ds_layerwise.engine.checkpoints import loading
 from ds_layerwise.errors import LayerWiseError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, on_rank_0, whole_states
 from tests.support.cli import run
 from tests.support.harness import DistributedTest, made_once
@@ -94,6 +95,7 @@ class TestAllPairs(DistributedTest):
                 states, values = torch.load(saved / f"{tag}.pt", weights_only=True)
                 for form in ("_universal", "")[stage < 3:]:
                     loaded(engine, str(saved), tag=tag + form)
+                    assert not internals.written_weights(engine)
                     assert_equal_states(whole_states(engine), states, tag + form)
                     assert_equal_states(values_of(engine.module), values, tag + form)
                     assert engine.global_steps == 2

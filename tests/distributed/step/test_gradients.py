@@ -43,7 +43,7 @@ class TestOneAnswer(DistributedTest):
 
 def native(stage, **layerwise):
     norms = {"norm_groups": {"some": {"name": "square.*", "gradient_clipping": 0.5}}, "log_num_zeros_in_grad": True}
-    return ds_config(stage=stage, clip=1.0, bucket_numel=600, layerwise={"reduction": "native", **norms, **layerwise},
+    return ds_config(stage=stage, clip=1.0, bucket_numel=1200, layerwise={"reduction": "native", **norms, **layerwise},
                      **BF16)
 
 
