@@ -166,9 +166,13 @@ class ShardBuffer:
         self.rank = rank
         self.pieces = tuple(bucket.pieces(rank) for bucket in layout.buckets)
         self._views: dict[str, Tensor] = {}
+        self.weights: list[Tensor] = []
+        """The shards that are weights, and not masters of 16-bit ones."""
         tensors = []
         for bucket, shard in zip(layout.buckets, shards, strict=True):
             tensors.append(shard)
+            if shard.dtype == DTYPES[bucket.dtype]:
+                self.weights.append(shard)
             origin = bucket.shard(rank)[0]
             for piece in self.pieces[bucket.index]:
                 self._views[piece.name] = shard.narrow(0, piece.start - origin, piece.numel)
@@ -176,15 +180,6 @@ class ShardBuffer:
         """The memory, one tensor per bucket, with padding."""
         self.written: dict[str, Tensor] = {}
         """The weights that came from cuts to shards that are their masters, by parameter: 1-D."""
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
-        """The shards that are weights, and not masters of 16-bit ones."""
-        found = []
-        for bucket, shard in zip(self.layout.buckets, self.tensors, strict=True):
-            if shard.dtype == DTYPES[bucket.dtype]:
-                found.append(shard)
-        return tuple(found)
 
     def settle(self) -> None:
         """Forget weights to which their masters round."""

@@ -73,12 +73,10 @@ class ReducedGradients(ShardBuffer):
         self._apart: dict[int, torch.UntypedStorage] = {}
         self.add_lanes(None, ())
         super().__init__(layout, rank, self._make(layout, rank, grads, device))
-        self._kept: ShardBuffer = self
+        self.kept: ShardBuffer = self
         """The same memory in the dtype in which sums arrive."""
         if kept_as is not None:
-            self._kept = ShardBuffer(layout, rank, self._make_kept(kept_as))
-        self.kept_as = [shard.dtype for shard in self._kept.tensors]
-        """The dtype in which sums arrive, by bucket."""
+            self.kept = ShardBuffer(layout, rank, self._make_kept(kept_as))
 
     def _make(
         self, layout: Layout, rank: int, grads: FlatBuffer | None, device: torch.device
@@ -112,7 +110,7 @@ class ReducedGradients(ShardBuffer):
         """
         storage = self._apart.get(index)
         if storage is not None and not storage.nbytes():
-            storage.resize_(self._kept.tensors[index].nbytes)
+            storage.resize_(self.kept.tensors[index].nbytes)
         return self.now(index)
 
     def widen(self, index: int) -> Tensor:
@@ -127,12 +125,12 @@ class ReducedGradients(ShardBuffer):
 
     def now(self, index: int) -> Tensor:
         """Return this rank's shard of bucket ``index`` in the dtype that its memory has now."""
-        kept = self._kept.tensors[index]
+        kept = self.kept.tensors[index]
         return kept if kept.untyped_storage().nbytes() == kept.nbytes else self.tensors[index]
 
     def piece(self, name: str) -> Tensor:
         """See :meth:`.ShardBuffer.piece`; in the dtype that its memory has now."""
-        kept = self._kept._views[name]
+        kept = self.kept._views[name]
         same = kept.dtype == self.now(self.layout.bucket_of(name).index).dtype
         return kept if same else self._views[name]
 

@@ -143,7 +143,7 @@ class GradSync:
             self._cuts[bucket.index] = self._cuts[bucket.index].to(dtype)
         if bucket.index not in self._cuts:
             if self._grads is None and not self._adds:
-                dtype = self.reduced.kept_as[bucket.index]
+                dtype = self.reduced.kept.tensors[bucket.index].dtype
             if self._grads is not None and self._grads.tensors[bucket.index].dtype == dtype:
                 cut = self._grads.cut(bucket, self.rank)
             else:

@@ -649,7 +649,7 @@ class Checkpointing:
         for name, keys in plan.restarts.items():
             owned.restart(name, keys)
         if load.weights_win:
-            torch._foreach_copy_(list(run.shards.weights), loaded)
+            torch._foreach_copy_(run.shards.weights, loaded)
             owned.follow_weights()
         run.shards.settle()
         if not load.masters:

@@ -113,7 +113,7 @@ class TestAsTheyArrive(DistributedTest):
             assert_same_run(engine, plain)
 
     @pytest.mark.world_size([2, 4])
-    @pytest.mark.parametrize("stage", [2, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.thorough), 3])
     def test_they_take_the_memory_of_the_plan(self, stage, monkeypatch):
         for only in (lambda bucket: False, lambda bucket: bucket.index % 2):
             with monkeypatch.context() as patch:
