@@ -20,6 +20,7 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_layerwise.ranks.comm import comm, nodes, object_gather
 
@@ -55,12 +56,14 @@ class Network:
     def reduce_scatter_tensor(self, out: Tensor, sent: Tensor, *, group: Any, async_op: bool) -> Any:
         """Sum equal gradients, in their dtype."""
         first = comm.rank_of(group) * out.numel()
-        torch.mul(sent[first : first + out.numel()], comm.size_of(group), out=out)
+        with _disable_current_modes():
+            torch.mul(sent[first : first + out.numel()], comm.size_of(group), out=out)
         return self.begin("reduce_scatter", sent.nbytes, group, [out, sent])
 
     def all_to_all_single(self, out: Tensor, sent: Tensor, *, group: Any, async_op: bool, **splits: Any) -> Any:
         """Bring zeros."""
-        out.zero_()
+        with _disable_current_modes():
+            out.zero_()
         return self.begin("all_to_all", max(out.nbytes, sent.nbytes), group, [out, sent])
 
     def all_gather_into_tensor(self, out: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
