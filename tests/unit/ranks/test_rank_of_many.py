@@ -115,7 +115,8 @@ class TestOneOf8(DistributedTest):
         bucket_numel = 50_000_000 // SMALLER**2
         zero = {"stage": stage, "reduce_bucket_size": bucket_numel, "overlap_comm": True}
         if stage == 3:
-            zero["stage3_param_persistence_threshold"] = 100_000 // SMALLER
+            # Vectors are below DeepSpeed's own, and matrices are not.
+            zero["stage3_param_persistence_threshold"] = 100
         with rank_of_many(8, 8, Network()):
             torch.manual_seed(0)
             model = LlamaForCausalLM(LlamaConfig(
@@ -125,7 +126,8 @@ class TestOneOf8(DistributedTest):
                 clip=1.0, bf16={"enabled": True}, params={"ns_method": "gram", "ns_dtype": "bf16"},
                 layerwise={"reduction": "native", "alignment": 1}, zero_optimization=zero))
             tokens = torch.arange(8, device="cpu")[None]
-            for _ in range(2):
+            # DeepSpeed learns in two steps which parameters stay whole.
+            for _ in range(3):
                 engine.backward(engine(input_ids=tokens, labels=tokens).loss)
                 with reads_of("ds_layerwise") as reads, Launches() as launches:
                     engine.step()
@@ -139,5 +141,4 @@ class TestOneOf8(DistributedTest):
             found[stage], reads = self.step_of(stage, monkeypatch)
             assert list(reads.values()) == [1] and "step_agreement" in next(iter(reads)), reads
             monkeypatch.undo()
-        print(found)
-        assert found[1] <= 2500 and found[3] <= 1.3 * found[1], found
+        assert max(found[1], found[2]) <= 2500 and found[3] <= 1.3 * found[1], found
