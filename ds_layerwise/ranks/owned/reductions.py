@@ -36,10 +36,28 @@ def sum_of_squares(
     norms: list[Tensor] = []
     if divide_by == 1 and torch.bfloat16 not in {part.dtype for part in parts}:
         norms += torch._foreach_norm(parts, 2, wide)
-    else:
-        for part in parts:
-            norms += torch._foreach_norm([part.float() / divide_by], 2, wide)
+        parts = []
+    for together in _by_numel(parts, most):
+        memory = torch.empty(sum(map(Tensor.numel, together)), dtype=torch.float32, device=device)
+        copies = torch.split(memory, [part.numel() for part in together])
+        torch._foreach_copy_(copies, together)
+        memory.div_(divide_by)
+        norms += torch._foreach_norm(copies, 2, wide)
     return torch.stack(norms).square().sum()
+
+
+def _by_numel(parts: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Yield ``parts`` in order, as many at a time as have ``most`` elements; at least one."""
+    together: list[Tensor] = []
+    numel = 0
+    for part in parts:
+        if together and numel + part.numel() > most:
+            yield together
+            together, numel = [], 0
+        together.append(part)
+        numel += part.numel()
+    if together:
+        yield together
 
 
 class ReducedGradients(ShardBuffer):
