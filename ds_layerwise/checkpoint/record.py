@@ -174,7 +174,9 @@ class Header:
     param_groups: Sequence[Mapping[str, Any]] | None = None
     """The groups without their parameters; None if this package did not write them."""
     dtypes: tuple[str, ...] | None = None
-    """The dtypes of the model's trainable parameters, by torch's names; None if unknown."""
+    """The dtypes of the model's trainable parameters, by torch's names, and the format to which
+    matrices are rounded, if any; None if unknown.
+    """
     configured: Sequence[Mapping[str, Any]] | None = None
     """The groups as config and script had set them, without changes by schedulers; None if
     unknown.

@@ -34,6 +34,7 @@ from ds_layerwise.optimizers.fields import (
     entries_of,
     merged_keys,
 )
+from ds_layerwise.optimizers.mxfp8 import ParamWire
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.optimizers.registry import (
     NOT_HERE,
@@ -505,6 +506,10 @@ class LayerWiseConfig(Section):
     """Wait for an updated parameter at its first use, not in ``step``."""
     auto_split: bool = True
     """Treat the known parts of fused matrices as matrices; see :mod:`.routing.fused_parts`."""
+    param_wire: OrNull[ParamWire] = None
+    """The format in which updated bfloat16 matrices are sent, and to which their weights are
+    rounded; see :mod:`ds_layerwise.optimizers.mxfp8`. None for their dtype.
+    """
     master_dtype: MasterDtype = "float32"
     """The form of the masters of bfloat16 parameters; see
     :mod:`ds_layerwise.optimizers.dtypes`.

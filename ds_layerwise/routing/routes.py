@@ -450,6 +450,8 @@ def idle_keys(
     acting = _acting_keys(optimizer, routes)
     idle = [f"optimizer.params.{key}" for key in optimizer.given if key not in acting]
     idle += [f"layerwise.{key}" for key in _idle_in_layerwise(optimizer, layerwise, routes)]
+    if layerwise.param_wire is not None and not any(route.whole for route in routes):
+        idle.append("layerwise.param_wire")
     for i, keys in enumerate(groups):
         if "max_lr" not in keys:
             idle += [f"param_groups[{i}].{key}" for key in OF_OTHER_SCHEDULES if key in keys]

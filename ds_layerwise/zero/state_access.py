@@ -137,10 +137,12 @@ class StateAccess:
             value = value.float()
         part = self._part(name, value)
         if key == MASTER:
-            self._run.places.write(name, value.reshape(-1))
+            weights = self._owned.weights_of(name, value.reshape(-1))
+            self._run.places.write(name, weights)
+            own = self._part(name, weights)
+            if own is not None:
+                self._run.shards.piece(name).copy_(own)
         if part is not None:
-            if key == MASTER:
-                self._run.shards.piece(name).copy_(part)
             self._owned.set_value(name, key, part)
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:

@@ -215,7 +215,7 @@ def arrive_late(monkeypatch):
     """Send nothing before somebody waits for it, so that a reader that does not wait reads old values."""
     gather = Wire.gather
 
-    def late(wire, memory):
-        return comm.Pending(finish=lambda: gather(wire, memory).wait())
+    def late(wire, memory, **options):
+        return comm.Pending(finish=lambda: gather(wire, memory, **options).wait())
 
     monkeypatch.setattr(Wire, "gather", late)

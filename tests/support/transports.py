@@ -48,7 +48,7 @@ def in_cuts(layout: Layout, only=lambda bucket: True, *, even: bool = False) -> 
             moved[bucket.owner(slot) // bucket.ep_size] if bucket.whole else start - bucket.start))
             for slot in bucket.slots)
         made = bucket_of(bucket.index, bucket.dtype, bucket.whole, start, numels, slots, bucket.ep_size, transport)
-        buckets.append(made)
+        buckets.append(replace(made, in_mxfp8=bucket.in_mxfp8))
         ends[bucket.dtype] = made.stop
     return replace(layout, buckets=tuple(buckets))
 

@@ -21,6 +21,7 @@ from ds_layerwise.orthogonalize.tensor_shards import Axis
 from ds_layerwise.plan.forecast.memory import (
     RankMemory,
     Working,
+    gathered_bytes,
     memory_bytes,
     state_bytes_of,
     sums_bytes,
@@ -206,7 +207,7 @@ class Forecast:
             update=sums.update + update + max(rank.staging for rank in memory),
             in_pass=sums.in_pass + _waiting(layout, run) + whole.most - whole.always,
             exchange=sums.exchange,
-            transfers=transfer_bytes(layout, **sending),
+            transfers=transfer_bytes(layout, **sending) + gathered_bytes(layout, stage=run.stage),
         )
         report = LayoutReport.of(layout, specs)
         sends = partial(sent_bytes, layout, wires=wires, reduction=reduction, stage=run.stage)
@@ -348,5 +349,6 @@ def forecast(
         policy=run.layerwise.layout,
         alignment=run.layerwise.alignment,
         stage=run.stage,
+        param_wire=run.layerwise.param_wire,
     )
     return Forecast.of(layout, specs, routes, run, **options)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_layerwise.optimizers.dtypes import MasterDtype, master_bytes
+from ds_layerwise.optimizers.mxfp8 import encoded_bytes
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.plan.layout.layout import Bucket, Layout
 from ds_layerwise.plan.layout.transfer_plan import completed, deal
@@ -417,7 +418,19 @@ def transfer_bytes(
             own += itemsize(wire)
         pending.append(copies * itemsize(wire) * bucket.numel + own * bucket.cut_numel)
         if bucket.transport == "cuts" or (bucket.whole and stage == 3):
-            exchanges.append(SUM_BYTES * (bucket.cut_numel + bucket.shards.longest))
+            nbytes = SUM_BYTES + 2 * bucket.in_mxfp8 * (stage == 3)
+            exchanges.append(nbytes * (bucket.cut_numel + bucket.shards.longest))
     most = [sum(nlargest(MAX_PENDING, each)) for each in (pending, exchanges)]
     # The backend's own sums are made before anything is exchanged.
     return sum(most) if reduction == "ordered" else max(most)
+
+
+def gathered_bytes(layout: Layout, *, stage: int) -> int:
+    """Return the bytes of what is gathered in MXFP8, of all buckets at a time: they are there until
+    the first use of a parameter. At ZeRO stage 3 nothing is gathered.
+    """
+    found = 0
+    for bucket in layout.buckets:
+        if bucket.in_mxfp8 and bucket.holders > 1 and stage < 3:
+            found += encoded_bytes(bucket.numel)
+    return found

@@ -104,6 +104,8 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         rows[f"of {dtype}"] = f"{forecast.stored_as[dtype]}, {forecast.wire_as(dtype)}"
     rows["sent, gradients"] = size_text(gradients)
     rows["sent, parameters"] = size_text(parameters)
+    if any(bucket.in_mxfp8 for bucket in layout.buckets):
+        rows["sent, parameters"] += ", mxfp8"
     for axis, nbytes in forecast.sent_by_axis.items():
         # The two rows before say it of a plan that has no other axis.
         is_all = axis == "data" and nbytes == sum(forecast.sent_by_axis.values())

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_layerwise.plan.layout.layout import Bucket, Ints, Layout
-from ds_layerwise.plan.layout.transfer_plan import deal
-from ds_layerwise.plan.layout.transport import Reduction, itemsize, sum_dtype
+from ds_layerwise.plan.layout.transfer_plan import begun_backwards
+from ds_layerwise.plan.layout.transport import Reduction, itemsize, nbytes_in, sum_dtype
 
 
 class Sent(NamedTuple):
@@ -65,15 +65,15 @@ def sent_bytes(
             buckets.append(bucket)
             to_others = (bucket.holders - 1) * bucket.cut_numel
             gradients += to_others * itemsize(wire)
-            parameters += to_others * itemsize(dtype)
+            parameters += nbytes_in(bucket.sent_as(), to_others)
             if bucket.transport == "cuts":
                 sums, back = _exchanged(bucket)
                 gradients += sums * itemsize(sum_dtype(wire, reduction, stage))
-                parameters += back * itemsize(dtype)
+                parameters += nbytes_in(bucket.sent_as(), back)
         if stage == 3:
             # Once in the forward pass, and once in the backward pass.
             gradients += 2 * _fetched_numel(buckets) * itemsize(dtype)
-            parameters = _returned_numel(buckets, layout.world_size) * itemsize(dtype)
+            parameters = _returned_bytes(buckets, layout.world_size)
         sent[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
     return sent
 
@@ -102,11 +102,12 @@ def _fetched_numel(buckets: Sequence[Bucket]) -> int:
     return sent
 
 
-def _returned_numel(buckets: Sequence[Bucket], num_ranks: int) -> Ints:
-    """Return the number of elements of ``buckets``, of one dtype, that each rank sends after a step
-    of ZeRO stage 3: as their owner, to the cuts of the other ranks that hold them.
+def _returned_bytes(buckets: Sequence[Bucket], num_ranks: int) -> Ints:
+    """Return the bytes of ``buckets`` that each rank sends after a step of ZeRO stage 3: as their
+    owner, to the cuts of the other ranks that hold them.
     """
     sent = np.zeros(num_ranks, np.int64)
-    for dealt in deal(buckets, by_param=True):
-        sent += np.repeat(dealt.row_sizes(), dealt.ep_size) * (dealt.holders - 1)
+    for dealt in begun_backwards(buckets, by_param=True):
+        nbytes = nbytes_in(dealt.dtype, dealt.row_sizes())
+        sent += np.repeat(nbytes, dealt.ep_size) * (dealt.holders - 1)
     return sent

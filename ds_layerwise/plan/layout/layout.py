@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.optimizers.mxfp8 import GROUP, MXFP8
 from ds_layerwise.plan.layout.transport import Transport
 
 Ints = NDArray[np.int64]
@@ -158,6 +159,8 @@ class Bucket:
     slots: tuple[Slot, ...]
     transport: Transport
     ep_size: int = 1
+    in_mxfp8: bool = False
+    """True if its updated parameters, bfloat16, are sent in MXFP8, and have values of that."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -298,6 +301,16 @@ class Bucket:
         number = self._numbers[run] + (slot.start - self._starts[run]) // self.shards.runs[run][1]
         return number * self.ep_size
 
+    def sent_as(self, *, by_param: bool = False) -> str:
+        """Return the format in which its updated parameters are sent.
+
+        Args:
+            by_param: True if they are sent to cuts of parameters; these are sent in MXFP8 if they
+                are whole groups of that.
+        """
+        splits_groups = by_param and any(self.cut_of(slot) % GROUP for slot in self.slots)
+        return MXFP8 if self.in_mxfp8 and not splits_groups else self.dtype
+
     def cut_of(self, slot: Slot) -> int:
         """Return the number of elements in each rank's cut of ``slot`` by itself. The last cut may
         have fewer.
@@ -350,6 +363,8 @@ class Bucket:
             values["variants"] = self.ep_size
         if self.transport != "even":
             values["way"] = self.transport
+        if self.in_mxfp8:
+            values["in_mxfp8"] = True
         return values
 
     @classmethod
@@ -372,6 +387,7 @@ class Bucket:
             tuple(Slot(*slot) for slot in values["slots"]),
             transport,
             values.get("variants", 1),
+            values.get("in_mxfp8", False),
         )
 
 

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.optimizers.mxfp8 import MXFP8, ParamWire
 from ds_layerwise.plan.layout.draft_buckets import (
     Draft,
     cut_stream,
@@ -39,6 +40,7 @@ def plan_layout(
     policy: str = "balanced",
     alignment: int = 64,
     stage: int = 1,
+    param_wire: ParamWire | None = None,
 ) -> Layout:
     """Place parameters over ``world_size`` ranks.
 
@@ -55,6 +57,7 @@ def plan_layout(
         stage: the ZeRO stage. From stage 2 on, no bucket is a row of equal matrices: their
             gradients would need memory of their own while they wait for each other. At stage 3,
             each parameter that is cut by element is cut by itself.
+        param_wire: the format in which updated bfloat16 matrices are sent; None for their dtype.
 
     Raises:
         LayoutError: experts cannot be shared evenly, or two parameters have the same name.
@@ -97,7 +100,7 @@ def plan_layout(
     # A bucket can be reduced when its last gradient is complete. In this order no bucket waits for
     # a later one.
     drafts.sort(key=lambda draft: draft.position)
-    return Layout(policy, world_size, alignment, _assemble(drafts))
+    return Layout(policy, world_size, alignment, _assemble(drafts, param_wire))
 
 
 class _Stream(NamedTuple):
@@ -109,7 +112,7 @@ class _Stream(NamedTuple):
     wire: str
 
 
-def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
+def _assemble(drafts: list[Draft], param_wire: ParamWire | None) -> tuple[Bucket, ...]:
     ends: dict[str, int] = defaultdict(int)
     buckets = []
     for index, draft in enumerate(drafts):
@@ -128,6 +131,7 @@ def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
             slots,
             draft.transport,
             item.ep_size,
+            param_wire == MXFP8 and draft.whole and item.dtype == "bfloat16",
         )
         buckets.append(bucket)
         ends[item.dtype] = bucket.stop

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ class Deal(NamedTuple):
 
     ep_size: int
     dtype: str
-    """The layout's name of the dtype that is sent."""
+    """The layout's name of the dtype that is sent, or MXFP8, in which nothing goes to owners."""
     holders: int
     """The number of ranks that take part."""
     bucket_of: Mapping[int, int]
@@ -78,6 +79,8 @@ class Deal(NamedTuple):
     placement: Placement
     by_param: bool
     """True if each parameter of a shard is cut by itself, false if the bucket is cut."""
+    in_mxfp8: bool
+    """See :attr:`.Bucket.in_mxfp8`."""
 
     def row_sizes(self) -> Ints:
         """Return the number of elements that each owner sends every rank, by owner."""
@@ -218,8 +221,9 @@ def deal(
             placement = Placement(*np.array(table, np.int64).reshape(-1, len(Placement._fields)).T)
             bucket_of = {owner: index for owner, (index, _) in shards.items()}
             indices = frozenset(bucket_of.values())
-            holders = same[0].holders
-            deals.append(Deal(ep_size, dtype, holders, bucket_of, indices, placement, by_param))
+            some = same[0]
+            kept = (bucket_of, indices, placement, by_param, some.in_mxfp8)
+            deals.append(Deal(ep_size, dtype, some.holders, *kept))
     return deals
 
 
@@ -251,7 +255,7 @@ def begun_backwards(buckets: Sequence[Bucket], *, by_param: bool = False) -> lis
         buckets: the buckets of a layout; the last is updated first.
         by_param: as in :func:`deal`.
     """
-    rounds = deal(reversed(buckets), by_param=by_param)
+    rounds = deal(reversed(buckets), partial(Bucket.sent_as, by_param=by_param), by_param=by_param)
     return sorted(rounds, key=lambda dealt: min(dealt.buckets), reverse=True)
 
 

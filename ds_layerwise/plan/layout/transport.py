@@ -18,10 +18,11 @@ Note: the two methods to sum
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.optimizers.dtypes import DTYPE_BYTES
+from ds_layerwise.optimizers.mxfp8 import GROUP, GROUP_BYTES, MXFP8
 
 #: The transports of a bucket to its owners and back; see the note and
 #: :class:`.plan.layout.layout.Bucket`.
@@ -82,6 +83,17 @@ def itemsize(dtype: str) -> int:
     if dtype not in DTYPE_BYTES:
         raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
+
+
+def nbytes_in(form: str, numel: Any) -> Any:
+    """Return the bytes of ``numel`` elements, an int or array, in a dtype, or as groups of MXFP8.
+
+    Raises:
+        LayoutError: the dtype is unknown.
+    """
+    if form == MXFP8:
+        return numel // GROUP * GROUP_BYTES
+    return numel * itemsize(form)
 
 
 def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:

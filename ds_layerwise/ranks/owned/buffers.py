@@ -184,7 +184,8 @@ class ShardBuffer:
     def settle(self) -> None:
         """Forget weights to which their masters round."""
         for name, value in list(self.written.items()):
-            if not rounds_elsewhere(self._views[name], value):
+            in_mxfp8 = self.layout.bucket_of(name).in_mxfp8
+            if not rounds_elsewhere(self._views[name], value, in_mxfp8=in_mxfp8):
                 del self.written[name]
 
     def take_written(self) -> None:

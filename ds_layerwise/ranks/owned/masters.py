@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.dtypes import BLOCK, merge_, split_
+from ds_layerwise.optimizers.mxfp8 import rounded
 from ds_layerwise.ranks.owned.forms import Form
 from ds_layerwise.ranks.owned.weight_writes import follow_
 
@@ -51,20 +52,29 @@ class OwnMasters(Masters):
 
     Args:
         written: 0-d bool, set to True when masters follow written weights.
+        in_mxfp8: True if weights are sent in MXFP8: they are the masters in that format.
     """
 
-    def __init__(self, values: Tensor, written: Tensor) -> None:
+    def __init__(self, values: Tensor, written: Tensor, *, in_mxfp8: bool = False) -> None:
         super().__init__(values, values.detach().float())
         self._written = written
+        self._in_mxfp8 = in_mxfp8
 
     def open(self, here: Tensor) -> None:
         """Follow written weights; see :func:`.weight_writes.follow_`."""
         self.opened = here
-        self._written |= follow_(here, self._values).to(self._written.device)
+        found = follow_(here, self._values, in_mxfp8=self._in_mxfp8)
+        self._written |= found.to(self._written.device)
 
     def close(self, step: int) -> None:
         """Write the weights."""
-        self._values.copy_(self.opened)
+        self._write(self.opened)
+
+    def _write(self, masters: Tensor) -> None:
+        if self._in_mxfp8:
+            rounded(masters, self._values)
+        else:
+            self._values.copy_(masters)
 
     def follow(self) -> None:
         """Do what :meth:`open` does, between updates."""
@@ -76,7 +86,7 @@ class OwnMasters(Masters):
 
     def to_values(self) -> None:
         """Set the weights from the masters."""
-        self._values.copy_(self.memory)
+        self._write(self.memory)
 
 
 class SplitMasters(Masters):

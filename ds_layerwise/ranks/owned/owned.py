@@ -20,7 +20,7 @@ from ds_layerwise.optimizers.scalars import multiply_
 from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.owned.captured import Captured, NewGraph, Numbers
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.ranks.owned.host_memory import HostMemory
@@ -28,7 +28,7 @@ from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
-from ds_layerwise.ranks.owned.weight_writes import follow_, followed
+from ds_layerwise.ranks.owned.weight_writes import follow_, followed, weights_of
 from ds_layerwise.routing.part_views import Seen
 from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
@@ -209,22 +209,25 @@ class Owned:
         """
         shard = self._values.tensors[index]
         apart = apart and shard.dtype != torch.float32
-        found = [] if apart else [self._masters_of(shard)]
+        found = [] if apart else [self._masters_of(index, shard)]
         for piece in self.pieces[index]:
             start = 0
             if apart:
-                found.append(OwnMasters(self._values.piece(piece.name), self.written))
+                found.append(self._own_masters(index, self._values.piece(piece.name)))
             else:
                 start = piece.start - self.layout.buckets[index].shard(self.rank)[0]
             self._master_of[piece.name] = (found[-1], slice(start, start + piece.numel))
         return found
 
-    def _masters_of(self, shard: Tensor) -> Masters:
+    def _masters_of(self, index: int, shard: Tensor) -> Masters:
         if shard.dtype == torch.float32:
             return Masters(shard, shard.detach())
         if shard.dtype == torch.bfloat16 and self._settings.master_dtype == "bfloat16+remainder":
             return SplitMasters(shard, self.written)
-        return OwnMasters(shard, self.written)
+        return self._own_masters(index, shard)
+
+    def _own_masters(self, index: int, values: Tensor) -> OwnMasters:
+        return OwnMasters(values, self.written, in_mxfp8=self.layout.buckets[index].in_mxfp8)
 
     def _init_states(self, piece: Piece) -> None:
         """Create the initial states of a piece."""
@@ -408,7 +411,14 @@ class Owned:
         value = self._weight(name)
         if value.dtype == torch.float32:
             return master
-        return followed(master, value)
+        return followed(master, value, in_mxfp8=self.layout.bucket_of(name).in_mxfp8)
+
+    def weights_of(self, name: str, masters: Tensor) -> Tensor:
+        """Return the weights that ``masters`` of a parameter round to, 1-D from its first element
+        on; on any rank.
+        """
+        bucket = self.layout.bucket_of(name)
+        return weights_of(masters, DTYPES[bucket.dtype], in_mxfp8=bucket.in_mxfp8)
 
     def _weight(self, name: str) -> Tensor:
         """Return the weight of a parameter as this rank has it: float32 if it is its master."""
@@ -524,7 +534,8 @@ class Owned:
         written = self._values.written
         while written:
             name, value = written.popitem()
-            self.written |= follow_(self._values.piece(name), value)
+            in_mxfp8 = self.layout.bucket_of(name).in_mxfp8
+            self.written |= follow_(self._values.piece(name), value, in_mxfp8=in_mxfp8)
 
     def restart(self, saved_as: str, keys: Sequence[str]) -> None:
         """Reset states of a parameter, given by its name in a checkpoint, to their initial values;

@@ -14,48 +14,61 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.optimizers import mxfp8
 from ds_layerwise.optimizers.devices import LONGER_ON_DEVICE
 from ds_layerwise.ranks.comm import comm
 
-#: The number of elements per comparison, which takes a few bytes of memory for each.
+#: The number of elements per comparison, which takes a few bytes of memory for each. They are
+#: whole blocks of MXFP8.
 _AT_A_TIME = 1 << 22
 
 #: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
 _SPREAD = 0x1E3779B97F4A7C15
 
 
-def followed(masters: Tensor, values: Tensor) -> Tensor:
-    """Return ``masters`` itself if it rounds to ``values``, else a copy on the host that follows
-    them.
+def weights_of(masters: Tensor, dtype: torch.dtype, *, in_mxfp8: bool) -> Tensor:
+    """Return the weights that 1-D ``masters`` round to, in ``dtype``; with ``in_mxfp8`` by way of
+    MXFP8, in blocks from the first element on.
     """
-    if not rounds_elsewhere(masters, values):
+    return mxfp8.rounded(masters) if in_mxfp8 else masters.to(dtype)
+
+
+def followed(masters: Tensor, values: Tensor, *, in_mxfp8: bool) -> Tensor:
+    """Return ``masters`` itself if it rounds to ``values``, else a copy on the host that follows
+    them; see :func:`follow_`.
+    """
+    if not rounds_elsewhere(masters, values, in_mxfp8=in_mxfp8):
         return masters
     copy = masters.to("cpu", copy=True)
-    follow_(copy, values)
+    follow_(copy, values, in_mxfp8=in_mxfp8)
     return copy
 
 
-def rounds_elsewhere(masters: Tensor, values: Tensor) -> bool:
+def rounds_elsewhere(masters: Tensor, values: Tensor, *, in_mxfp8: bool) -> bool:
     """Tell whether any of 1-D ``masters`` does not round to its value. The host waits."""
-    return any(_rounds_elsewhere(*some).any() for some in _some_at_a_time(masters, values))
+    some = _some_at_a_time(masters, values)
+    return any(_rounds_elsewhere(*each, in_mxfp8).any() for each in some)
 
 
-def follow_(masters: Tensor, values: Tensor) -> Tensor:
-    """Set each master that does not round to its value in ``values`` to that value.
+def follow_(masters: Tensor, values: Tensor, *, in_mxfp8: bool = False) -> Tensor:
+    """Set each master that does not round to its value in ``values`` to that value; with
+    ``in_mxfp8`` all masters of a block with such a one.
 
-    It works element by element, so the result does not depend on how parameters are cut, and
-    masters of unchanged weights keep their precision.
+    It works element by element, or block by block from the start of a parameter, so the result
+    does not depend on how parameters are cut, and masters of unchanged weights keep their
+    precision.
 
     Args:
         masters: 1-D float32, written in place.
         values: 1-D, of the same length, in a 16-bit dtype; may be on another device.
+        in_mxfp8: as in :func:`weights_of`.
 
     Returns:
         0-d bool on the device of ``masters``: True if any master changed. The host does not wait.
     """
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for master, value in _some_at_a_time(masters, values):
-        differs = _rounds_elsewhere(master, value)
+        differs = _rounds_elsewhere(master, value, in_mxfp8)
         if _is_host(master) and not differs.any():
             continue
         written |= (differs & (value == value)).any()
@@ -75,9 +88,13 @@ def _is_host(masters: Tensor) -> bool:
     return masters.device.type == "cpu"
 
 
-def _rounds_elsewhere(master: Tensor, value: Tensor) -> Tensor:
+def _rounds_elsewhere(master: Tensor, value: Tensor, in_mxfp8: bool) -> Tensor:
     # Some NaNs round to other bits, depending on their position in a vector.
-    return differs(master.to(value.dtype), value)
+    found = differs(weights_of(master, value.dtype, in_mxfp8=in_mxfp8), value)
+    if in_mxfp8:
+        # A weight that was followed is its master, and rounded only when it is sent.
+        found = mxfp8.any_of_block(found) & (value != master)
+    return found
 
 
 def differs(values: Tensor, others: Tensor) -> Tensor:

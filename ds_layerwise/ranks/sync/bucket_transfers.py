@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.mxfp8 import decode_, encode
 from ds_layerwise.plan.layout.transport import ROWS_AT_ONCE, most_partial_sums, partial_sums
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.comm.comm import Group, Pending
@@ -186,12 +187,21 @@ class Wire:
         shape = (self.per_node, self.size // self.per_node, cut)
         return memory.as_strided(shape, (cut, self.per_node * cut, 1))
 
-    def gather(self, memory: Tensor) -> Pending:
+    def gather(self, memory: Tensor, *, in_mxfp8: bool = False) -> Pending:
         """Gather the shards, or the cuts, of all ranks into every rank's ``memory`` of a bucket, in
         place. Each rank sends its own.
+
+        Args:
+            in_mxfp8: True to send bfloat16 that MXFP8 holds, whole groups from each rank, in that.
+                The wait decodes what arrives.
         """
         if self.size == 1:
             return Pending()
+        if in_mxfp8:
+            own = encode(memory.view(self.size, -1)[self.rank])
+            encoded = own.new_empty(self.size * own.numel())
+            encoded.view(self.size, -1)[self.rank].copy_(own)
+            return self.gather(encoded).then(lambda: decode_(memory, encoded))
         cut = memory.numel() // self.size
         if self.on_host and self.one_node and self.size <= _BROADCASTS_UP_TO:
             works = []

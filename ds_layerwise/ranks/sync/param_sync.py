@@ -98,7 +98,8 @@ class ParamSync:
         for index in indices:
             if index not in self._pending:
                 bucket = self.layout.buckets[index]
-                pending = self._wires[bucket.ep_size].gather(self._values.tensors[index])
+                memory = self._values.tensors[index]
+                pending = self._wires[bucket.ep_size].gather(memory, in_mxfp8=bucket.in_mxfp8)
                 self._pending[index] = pending
                 if pending.is_chained:
                     self._chained.append(pending)
@@ -109,10 +110,11 @@ class ParamSync:
             self._begin_last()
             for index in indices:
                 if index in self._pending:
-                    self._pending[index].wait()
-                    # Only the stream of the caller has waited. Work that continues on the stream
-                    # of the launch would assume that the collective is finished.
-                    self._launched_on.follow()
+                    # Work that continues on the stream of the launch assumes that the collective is
+                    # finished, and gets the memory in which it was sent.
+                    with self._launched_on:
+                        self._pending[index].wait()
+                    self._launched_on.join()
                     del self._pending[index]
 
     def wait_for(self, params: Iterable[object]) -> None:

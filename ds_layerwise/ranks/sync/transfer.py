@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.mxfp8 import MXFP8, decode_, encode, encoded_bytes, rounded
 from ds_layerwise.plan.layout.transfer_plan import Deal, Round, Stretch, completed, seen_by
 from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
@@ -68,7 +69,7 @@ class Transfer:
         # A rank without a shard, or without a part of one, sends and receives nothing of a dtype.
         self._nothing = {
             dtype: torch.empty(0, dtype=torch_dtype, device=device)
-            for dtype, torch_dtype in DTYPES.items()
+            for dtype, torch_dtype in {**DTYPES, MXFP8: torch.bfloat16}.items()
         }
         self.restart()
 
@@ -199,7 +200,10 @@ class Transfer:
         """Begin one round of the way back: every owner's shard into the cuts of all ranks."""
         nothing = self._nothing[round_.deal.dtype]
         own = self._own(round_)
+        if round_.deal.in_mxfp8 and own.dtype == torch.float32:
+            own = rounded(own)
         before, stays, behind = _split(round_, own)
+        in_mxfp8 = round_.deal.dtype == MXFP8
         if round_.deal.by_param:
             sent = nothing.new_zeros(sum(round_.by_holder))
             for _, value, rows in _rows(round_, own, sent):
@@ -209,15 +213,26 @@ class Transfer:
         else:
             sent = before if before.numel() else behind
         packed = nothing.new_empty(sum(round_.by_owner))
+        arrived = packed
+        received = round_.by_owner
+        sent_to = round_.by_holder
+        if in_mxfp8:
+            # All parts are whole groups.
+            received = list(map(encoded_bytes, received))
+            sent_to = list(map(encoded_bytes, sent_to))
+            sent = encode(sent)
+            arrived = sent.new_empty(sum(received))
         work = comm.all_to_all(
-            packed,
+            arrived,
             sent,
             group=self._group_of(round_.deal.ep_size),
-            received=round_.by_owner,
-            sent_to=round_.by_holder,
+            received=received,
+            sent_to=sent_to,
         )
 
         def into_place() -> None:
+            if in_mxfp8:
+                decode_(packed, arrived)
             unpack(packed, _parts(round_.runs, self._cut_of))
             if round_.stay is not None:
                 (stay,) = _parts([round_.stay], self._cut_of)

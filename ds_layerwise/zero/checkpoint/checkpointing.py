@@ -180,6 +180,7 @@ class Checkpointing:
         self._run = run
         planned = run.planned
         self._rules, self._kept = recorded(planned.saved_routes)
+        self._weights_in = (*planned.layout.buffers, *filter(None, [run.config.param_wire]))
         params = run.model.named_parameters(remove_duplicate=False)
         self._cuts = cuts_of(params, planned.names, run.settings.tp_size)
         if run.config.save_universal and run.settings.tp_size > 1:
@@ -243,7 +244,7 @@ class Checkpointing:
             repeats=WITHIN_STEP * run.progress.is_within_step(),
             shapes=shapes,
             rules=self._rules,
-            dtypes=tuple(planned.layout.buffers),
+            dtypes=self._weights_in,
             kept=self._kept,
             fast_dtypes=run.products.fast,
             param_groups=resumed_groups.described(run.optimizer.param_groups),
@@ -642,7 +643,7 @@ class Checkpointing:
         # those of a module that layers of a pipeline share; the same on all ranks.
         masters_win = not load.weights_win and (
             load.masters_only
-            or load.header.dtypes != tuple(run.planned.layout.buffers)
+            or load.header.dtypes != self._weights_in
             or bool(pipeline.shared_modules(run.model))
         )
         owned.take_back(plan.loaded, masters_win=masters_win)

@@ -13,6 +13,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.any_torch import AnyTorch
 from ds_layerwise.optimizers.dtypes import BLOCK, MOST_KEPT, SCALED
 from ds_layerwise.optimizers.fields import NonNegative, check
+from ds_layerwise.optimizers.mxfp8 import GROUP
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.routing.routes import ParamGroups, Routes
 
@@ -162,6 +163,7 @@ def check_kept(
         ConfigError: names the key, its value and the way out.
     """
     _check_masters(specs, config, host_ratio)
+    _check_param_wire(specs, config)
     kept = {}
     for name, route in routes.items():
         states = route.states(1).items()
@@ -284,3 +286,33 @@ def check_captured(
             "update; set cuda_graph to false, or choose muon, normuon, adamuon, namo, scion, "
             "polargrad, adamw, adam, lion or sgd, without stochastic_rounding"
         )
+
+
+def _check_param_wire(specs: Sequence[ParamSpec], config: LayerWiseConfig) -> None:
+    if config.param_wire is None:
+        return
+    where = f"layerwise.param_wire is {config.param_wire!r}"
+    dtypes = {spec.dtype for spec in specs}
+    if "bfloat16" not in dtypes or "float16" in dtypes:
+        raise ConfigError(
+            f"{where}, and parameters are {' and '.join(sorted(dtypes))}: it is for bfloat16 "
+            "matrices; train in bf16 (bf16.enabled), or remove it"
+        )
+    if config.master_dtype != "float32":
+        raise ConfigError(
+            f"{where}, and layerwise.master_dtype is {config.master_dtype!r}: such masters are "
+            "what bfloat16 weights lack of them, and these weights have fewer bits; remove one of "
+            "the two"
+        )
+    if config.alignment % GROUP:
+        raise ConfigError(
+            f"{where}, and layerwise.alignment is {config.alignment}: {GROUP} consecutive elements "
+            f"are sent together with their scales; set it to a multiple of {GROUP}"
+        )
+    for spec in specs:
+        if spec.whole and len(spec.shape) < 2 and spec.dtype == "bfloat16":
+            raise ConfigError(
+                f"{where}, and {spec.name}, which is no matrix, has one owner: vectors lose too "
+                'much in so few bits; give its optimizer "split": "element" (scalar_params, or '
+                "layerwise.client_optimizer) if it is element-wise, or remove it"
+            )

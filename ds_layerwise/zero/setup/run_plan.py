@@ -281,6 +281,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
             policy=config.layout,
             alignment=config.alignment,
             stage=settings.stage,
+            param_wire=config.param_wire,
         )
     routes_elsewhere = {}
     if elsewhere is not None:

@@ -36,6 +36,7 @@ from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 from ds_layerwise.ranks.owned.owned import MASTER
+from ds_layerwise.ranks.owned.weight_writes import follow_
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.update import Step, StepObserver
@@ -265,8 +266,7 @@ class FirstStep(StepObserver):
         masters = held[MASTER]
         if weights.dtype != torch.float32:
             # Weights that a script has written count.
-            masters = torch.where(masters.to(weights.dtype) == weights, masters, weights.float())
-            held[MASTER] = masters
+            follow_(masters, weights, in_mxfp8=self._owned.layout.bucket_of(name).in_mxfp8)
         before = {}
         for key, value in held.items():
             before[key] = value.clone()
@@ -344,7 +344,7 @@ class FirstStep(StepObserver):
     def _difference(self, name: str) -> str | None:
         held = self._gathered(name)
         weights = self._run.places.whole(name)
-        if text := _first_difference(weights, held[MASTER].to(weights.dtype), None):
+        if text := _first_difference(weights, self._owned.weights_of(name, held[MASTER]), None):
             return f"weights: {text}, according to the float32 master of its owner"
         for key, (value, bound) in self._expected.get(name, {}).items():
             bounds = torch.full((value.numel(),), bound, dtype=widest_float(), device=value.device)

@@ -327,6 +327,7 @@ def planned(folder, ranks=(1,), *, dtype="bf16", host=False, params=(), layerwis
 
 
 REMAINDER = {"master_dtype": "bfloat16+remainder"}
+MXFP8 = {"param_wire": "mxfp8", "alignment": 512}
 
 
 class TestPlans:
@@ -375,6 +376,32 @@ class TestPlans:
     def test_settings_that_do_not_drift_are_taken(self, params, tmp_path):
         few, many = (planned(tmp_path, params=each).forecasts[0] for each in (params, {}))
         assert few.memory[0].states < many.memory[0].states
+
+    @pytest.mark.parametrize("changes, message", [
+        ({"dtype": "fp16"}, "parameters are float16: it is for bfloat16 matrices; train in bf16"),
+        ({"dtype": "fp32"}, "parameters are float32: it is for bfloat16 matrices; train in bf16"),
+        ({"layerwise": {**MXFP8, **REMAINDER}}, r"layerwise.master_dtype is 'bfloat16\+remainder': such masters"),
+        ({"layerwise": {**MXFP8, "alignment": 256}}, "layerwise.alignment is 256: .* set it to a multiple of 512"),
+        ({"params": {"scalar_optimizer": "torch.optim:NAdam"}}, "norm.weight, which is no matrix, has one owner"),
+    ])
+    def test_mxfp8_is_refused_where_it_cannot_be(self, changes, message, tmp_path):
+        with pytest.raises(ConfigError, match=r"layerwise.param_wire is 'mxfp8', and " + message):
+            planned(tmp_path, **{"layerwise": MXFP8, **changes})
+
+    def test_a_plan_says_what_travels_as_mxfp8(self, tmp_path):
+        few, many = (planned(tmp_path, [2], layerwise=each) for each in (MXFP8, {"alignment": 512}))
+        plans = [each.forecasts[0] for each in (few, many)]
+        matrices = sum(bucket.numel for bucket in plans[0].layout.buckets if bucket.in_mxfp8)
+        assert matrices and [bucket.whole for bucket in plans[0].layout.buckets] == [
+            bucket.in_mxfp8 for bucket in plans[0].layout.buckets]
+        (now, ), (before, ) = (plan.sent.values() for plan in plans)
+        assert now.gradients == before.gradients
+        # Half of a matrix goes from its owner to the cut of the other rank, and then both cuts to the other.
+        assert sum(before.parameters) - sum(now.parameters) == (matrices // 2 + matrices) * 31 // 32
+        # What is gathered is beside what it becomes.
+        assert plans[0].working.transfers == plans[1].working.transfers + matrices * 33 // 32
+        told = " ".join(plan_table(few.routes, few.specs, few.forecasts, few.run.optimizer).replace("│", " ").split())
+        assert "MiB, mxfp8" in told
 
     @pytest.mark.parametrize("changes, message", [
         ({"dtype": "fp16"}, "parameters are float16: a float16 weight is not a part of its float32 master"),

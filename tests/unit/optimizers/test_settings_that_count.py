@@ -234,6 +234,7 @@ IN_ENGINES = {
     "cuda_graph": "distributed/step/test_cuda_graph.py",
     "check_writes": "distributed/step/test_weight_writes.py",
     "overlap_param_gather": "distributed/step/test_under_way.py", "master_dtype": "distributed/step/test_remainders.py",
+    "param_wire": "distributed/step/test_param_wire.py",
     "rounding_seed": "distributed/step/test_kept_states.py", "batch_matrices": "distributed/step/test_batches.py",
     "save_universal": "distributed/checkpoint/test_save_options.py",
     "fsync": "distributed/checkpoint/test_save_options.py", "max_waiting_buckets": "distributed/step/test_backward.py",

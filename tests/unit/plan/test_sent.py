@@ -1,5 +1,6 @@
 """The bytes that ranks send, against counts by hand and element by element."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -85,3 +86,22 @@ def test_experts_are_gathered_among_those_who_hold_the_same():
     sent = sent_bytes(planned, wires=["float32"], reduction="ordered", stage=3)["float32"]
     assert sent.gradients == (4 * 10 + 2 * 4 * (5 + 5),) * 4
     assert sent.parameters == (4 * 5,) * 4
+
+
+def test_matrices_are_counted_in_whole_groups_of_mxfp8():
+    slots = [(Slot("a", 0, 1024), Slot("b", 1024, 700)), (Slot("c", 2048, 500), Slot("d", 2560, 1000))]
+    matrices = [bucket_of(0, "bfloat16", True, 0, (1024, 1024), slots[0]),
+                bucket_of(1, "bfloat16", True, 2048, (512, 1536), slots[1], transport="cuts")]
+    planned = Layout("balanced", 2, 512, (*(replace(bucket, in_mxfp8=True) for bucket in matrices),
+                                          bucket_of(2, "bfloat16", False, 4096, (512, 512), (Slot("e", 4096, 1000),))))
+    assert Layout.from_json(planned.to_json()) == planned
+    sent = sent_bytes(planned, wires=["bfloat16"] * 3, reduction="native", stage=1)["bfloat16"]
+    # Each gathers 1024 elements of either bucket; of the second, rank 1 sends 512 to the cut of rank 0 before.
+    assert sent.parameters == (2 * (2 * 528) + 2 * 512, 2 * (2 * 528) + 528 + 2 * 512)
+    whole = Layout("balanced", 2, 512, planned.buckets[:2])
+    # At stage 3, cuts of 512 and 350 elements are no whole groups, nor are those of 250 and 500.
+    assert sent_bytes(whole, wires=["bfloat16"] * 2, reduction="native", stage=3)["bfloat16"].parameters == (
+        2 * (512 + 250), 2 * (350 + 500))
+    alone = Layout("balanced", 2, 512, (replace(bucket_of(0, "bfloat16", True, 0, (1024, 0), slots[0][:1]),
+                                                in_mxfp8=True), ))
+    assert sent_bytes(alone, wires=["bfloat16"], reduction="native", stage=3)["bfloat16"].parameters == (528, 0)

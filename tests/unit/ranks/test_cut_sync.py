@@ -18,6 +18,7 @@ from ds_layerwise.ranks.sync import cut_sync
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.transfer import Transfer
 from tests.support.live_memory import LiveMemory
+from tests.support.microscaling import weights_of
 from tests.support.rooms import rooms
 from tests.support.transports import held_at_a_time
 
@@ -125,6 +126,43 @@ def test_every_rank_gets_its_cut_and_nothing_of_another(seed, world_size, monkey
             cut = ranks.cuts[rank].of(name)
             own = value[rank * len(cut):][:len(cut)]
             assert torch.equal(cut[:len(own)], own) and not cut[len(own):].any(), "padding is zeros"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_cuts_get_masters_in_mxfp8_and_travel_in_it_if_they_are_whole_groups(world_size, monkeypatch):
+    draw, specs = random.Random(3), []
+    for number in range(12):
+        shape = (draw.choice([1, 3, 8]), draw.choice([100, 512 * world_size]))
+        specs.append(ParamSpec(f"p{number}", shape, draw.choice(["bfloat16", "bfloat16", "float32"]), True, work=1))
+    layout = plan_layout(specs, world_size, bucket_numel=1, alignment=512, stage=3, param_wire="mxfp8")
+    ranks, values = Ranks(layout, monkeypatch), {spec.name: torch.randn(spec.numel) for spec in specs}
+    for rank, shards in enumerate(ranks.values):
+        for piece in layout.pieces(rank):
+            shards.piece(piece.name).copy_(values[piece.name])
+    sent = dict.fromkeys(range(world_size), 0)
+    kinds = set()
+
+    def launch(rank):
+        for bucket in reversed(layout.buckets):
+            ranks.syncs[rank].launch(bucket.index)
+        for _, parts, _ in ranks.sent[rank]:
+            sent[rank] += sum(part.nbytes for part in parts) - parts[rank].nbytes
+            kinds.add(parts[rank].dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "_end", lambda transfer, *, but: None)
+        ranks.on_each(launch)
+    assert kinds == {torch.uint8, torch.bfloat16, torch.float32}
+    planned = sent_bytes(layout, wires=[bucket.dtype for bucket in layout.buckets], reduction="native", stage=3)
+    assert [*sent.values()] == [sum(of_dtype) for of_dtype in zip(*(each.parameters for each in planned.values()),
+                                                                  strict=True)]
+    for rank, sync in enumerate(ranks.syncs):
+        sync.finish()
+        for spec in specs:
+            cut = ranks.cuts[rank].of(spec.name)
+            value = values[spec.name]
+            own = (weights_of(value) if spec.dtype == "bfloat16" else value)[rank * len(cut):][:len(cut)]
+            assert torch.equal(cut[:len(own)], own) and not cut[len(own):].any(), spec
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -44,7 +44,10 @@ def specs(size):
 
 
 def layout_of(kind, size):
-    layout = plan_layout(specs(size), size, bucket_numel=700_000, policy="lpt" if kind == "even" else "balanced")
+    *in_mxfp8, kind = kind.split()
+    options = {"alignment": 512, "param_wire": "mxfp8"} if in_mxfp8 else {}
+    layout = plan_layout(specs(size), size, bucket_numel=700_000, policy="lpt" if kind == "even" else "balanced",
+                         **options)
     return in_cuts(layout, {"cuts": lambda bucket: True, "mixed": lambda bucket: bucket.index % 2}.get(
         kind, lambda bucket: False), even=kind == "mixed")
 
@@ -131,12 +134,15 @@ SENT, SUMMED, GATHERED = "all_to_all_single", "reduce_scatter_tensor", "all_gath
     (48, 8, "mixed", "ordered", 1, {SENT, GATHERED}),
     (72, 72, "planned", "native", 1, {SENT, SUMMED, GATHERED}),
     (72, 8, "mixed", "ordered", 2, {SENT, GATHERED}),
+    (48, 8, "mxfp8 mixed", "native", 1, {SENT, SUMMED, GATHERED}),
 ])
 def test_on_devices(size, per_node, kind, reduction, stage, expected, monkeypatch):
     layout = layout_of(kind, size)
     calls = play(layout, range(size), monkeypatch, native=reduction == "native", on_device=True, per_node=per_node,
                  stage=stage)
     assert kinds(calls) == expected
+    sent = {call.dtype for of_rank in calls.values() for call in of_rank}
+    assert (torch.uint8 in sent) == kind.startswith("mxfp8")
 
 
 @pytest.mark.parametrize("size, per_node, kind, stage", [

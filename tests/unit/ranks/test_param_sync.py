@@ -23,7 +23,7 @@ def test_whoever_waits_lets_the_stream_of_the_step_wait_too(on_another, monkeypa
     device, sent = Device(), []
     monkeypatch.setattr(streams, "get_accelerator", lambda: device)
 
-    def gather(self, memory):
+    def gather(self, memory, *, in_mxfp8):
         sent.append(len(sent))
         # As NCCL does: only the stream that is current for whoever waits is held up.
         return comm.Pending([SimpleNamespace(wait=lambda number=sent[-1]: device.current.knows.add(number))])

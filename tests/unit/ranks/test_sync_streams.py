@@ -11,7 +11,7 @@ from torch import nn
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, new_shards
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, new_shards
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
@@ -76,16 +76,20 @@ def machine(monkeypatch):
     return machine
 
 
-def a_layout(kind):
-    layout = plan_layout([ParamSpec(name, shape, "float32", len(shape) == 2, 10 * (len(shape) == 2),
-                                    2 if name in EXPERTS else 1) for name, shape in SHAPES.items()], 4, bucket_numel=1)
+def a_layout(kind, in_mxfp8=False):
+    dtype, options = ("bfloat16", {"alignment": 512, "param_wire": "mxfp8"}) if in_mxfp8 else ("float32", {})
+    layout = plan_layout([ParamSpec(name, shape, dtype, len(shape) == 2, 10 * (len(shape) == 2),
+                                    2 if name in EXPERTS else 1) for name, shape in SHAPES.items()], 4, bucket_numel=1,
+                         **options)
     return in_cuts(layout, {"even": lambda bucket: False, "cuts": lambda bucket: True,
                             "mixed": lambda bucket: bucket.index % 2}[kind], even=True)
 
 
 def make_syncs(stage, kind, how, sent_as="bfloat16", **of_stage_2):
-    layout, rank = a_layout(kind), 1
-    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    *in_mxfp8, kind = kind.split()
+    layout, rank = a_layout(kind, bool(in_mxfp8)), 1
+    params = {name: nn.Parameter(torch.zeros(shape, dtype=DTYPES[layout.bucket_of(name).dtype]))
+              for name, shape in SHAPES.items()}
     # Of those that hold the same experts there is one on each node.
     by_ep_size = {1: Wire(Group("all", 4, rank), on_host=False, **WIRES[how]),
                   2: Wire(Group("experts", 2, 0), on_host=False, native=how == "native")}
@@ -101,7 +105,7 @@ def make_syncs(stage, kind, how, sent_as="bfloat16", **of_stage_2):
 
 
 @pytest.mark.parametrize("how", WIRES)
-@pytest.mark.parametrize("kind", ["even", "cuts", "mixed"])
+@pytest.mark.parametrize("kind", ["even", "cuts", "mixed", "mxfp8 mixed"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage, kind, how, monkeypatch):
     computing, sums, average = machine.current, [], bucket_transfers.average
@@ -124,7 +128,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                 machine.launched.clear(), sums.clear()
                 for last in [False, True][-stage:]:
                     for name in order[seed % 3:]:
-                        params[name].grad = torch.ones(SHAPES[name])
+                        params[name].grad = torch.ones(SHAPES[name], dtype=params[name].dtype)
                         sync.accumulate(name, launch=True)
                     assert not computing.waits
                     assert {stream for _, stream in machine.launched} <= {side} and set(sums) <= sides
