@@ -99,7 +99,8 @@ def _check_matrix_rule(recipe: Recipe) -> None:
     mode = getattr(recipe, "scale_mode", None)
     if recipe.rule == "scion" and hook is None:
         return
-    if hook is not None or mode is None or getattr(recipe, "moment2_rescale", True) is False:
+    is_orthogonal = hasattr(recipe, "ns_method") and getattr(recipe, "moment2_rescale", True)
+    if hook is not None or mode is None or not is_orthogonal:
         name = f"{recipe.rule} with {hook}" if hook else recipe.rule
         raise ValueError(
             f"how the rate of {name} depends on the width is not known; leave layerwise.mup out, "

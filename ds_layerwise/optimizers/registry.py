@@ -13,6 +13,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers import any_torch
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.optimizers.rules import elementwise, muon_family
+from ds_layerwise.optimizers.rules.rmnp import Rmnp
 from ds_layerwise.optimizers.rules.shampoo import Shampoo
 from ds_layerwise.optimizers.rules.soap import KlSoap, Soap
 
@@ -23,6 +24,7 @@ _RECIPES: tuple[type[Recipe], ...] = (
     muon_family.Namo,
     muon_family.Scion,
     muon_family.PolarGrad,
+    Rmnp,
     Soap,
     KlSoap,
     Shampoo,

@@ -73,6 +73,8 @@ class Plain:
             return o * d.norm() / (self.v.sqrt() + eps)
         if self.rule == "polargrad":
             return o * (o * d).sum()
+        if self.rule == "rmnp":
+            return d / d.norm(dim=1 if self.said("normalised_per", "row") == "row" else 0, keepdim=True)
         return o
 
     def scale(self, rows: int, cols: int) -> float:

@@ -29,7 +29,7 @@ from ds_layerwise.errors import FOREIGN, ConfigError, RoutingError
 from ds_layerwise.optimizers.recipe import KeptMoments, KeptMomentum, Recipe
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules.elementwise import AdamW
-from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized
+from ds_layerwise.optimizers.rules.muon_family import MatrixMomentum, Muon
 from ds_layerwise.optimizers.rules.shampoo import Shampoo
 from ds_layerwise.optimizers.rules.soap import KlSoap, Soap
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
@@ -345,7 +345,7 @@ def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
               if header[:2] == ["`matrix_optimizer`", "key"]]
     said = {(json.loads(name), key): json.loads(row[2]) for row in table for name in row[0].split(", ")
             for key in names_in(row[1])}
-    family = {name: entry for name, entry in REGISTRY.items() if issubclass(entry, Orthogonalized)}
+    family = {name: entry for name, entry in REGISTRY.items() if issubclass(entry, MatrixMomentum)}
     assert said == {(name, key): field.default for name, recipe in family.items() if name != "muon"
                     for key, field in recipe.model_fields.items()
                     if key not in Muon.model_fields or field.default != Muon.model_fields[key].default}

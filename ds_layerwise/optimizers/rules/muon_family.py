@@ -137,86 +137,30 @@ class Batch:
         return self.norms(list(stacked.unbind())).view(-1, 1, 1)
 
 
-class Orthogonalized(UpdateHooks, KeptMomentum):
-    """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
+class MatrixMomentum(UpdateHooks, KeptMomentum):
+    """Momentum, nesterov, batches of equal shape, weight decay, hooks.
 
-    A subclass turns an orthogonal matrix into an update (:meth:`adapted_`) and scales it
-    (:meth:`scale_of`). State: ``momentum_buffer``, like the parameter, an exponential moving
-    average of the gradient, and those of the subclass. The leading axis of a
-    ``(batch, rows, cols)`` parameter counts matrices.
+    A subclass makes other matrices of the momenta (:meth:`directions_of`), turns these into updates
+    (:meth:`adapted_`) and scales them (:meth:`scale_of`). State: ``momentum_buffer``, like the
+    parameter, an exponential moving average of the gradient, and those of the subclass. The leading
+    axis of a ``(batch, rows, cols)`` parameter counts matrices.
     """
 
     whole = True
     can_be_captured = True
     gradient_average = "momentum_buffer"
-    as_adamw = "matrix_optimizer to 'adamuon'"
     hyper = ("momentum",)
     full_batch_numel = FULL_BATCH_NUMEL
 
     nesterov: bool = True
-    ns_method: NsMethod = "gram"
-    ns_steps: Annotated[int, Field(ge=1, le=1000)] = 5
-    ns_coefficients: Annotated[
-        str | Annotated[Rows, Field(min_length=1)],
-        Field(json_schema_extra={"expects": "a name or a list of [a, b, c]"}),
-    ] = "simple"
-    ns_dtype: NsDtype = "auto"
-    muon_tp_mode: TpMode = "duplicated"
-    """The method for matrices that tensor parallelism has cut; see
-    :mod:`.orthogonalize.tensor_shards` and :mod:`.orthogonalize.tensor_modes`.
-    """
 
     def states(self, shape: Shape) -> States:
         """Return the momentum."""
         return self.like(shape, "momentum_buffer")
 
-    def work(self, shape: Shape) -> int:
-        """Return the FLOPs of the Newton-Schulz iteration and of hooks."""
-        *batch, rows, cols = shape
-        return newton_schulz_flops(
-            rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
-        ) + self.hook_flops(shape)
-
-    def shared_work(self, shape: Shape, axis: Axis | None, size: int) -> tuple[int, int]:
-        """Return the work, and the bytes that are sent, in the mode of ``muon_tp_mode``."""
-        if axis is None or self.sees_tensor_shards:
-            return super().shared_work(shape, axis, size)
-        *batch, rows, cols = shape
-        cut = self._cut((rows, cols), axis, size)
-        flops, sent = cut.share(cut.mode(self.muon_tp_mode, size), size)
-        return math.prod(batch) * flops, math.prod(batch) * sent
-
-    def _cut(self, shape: Shape, axis: Axis, size: int) -> Cut:
-        rows, cols = shape
-        hooks = self.hook_flops(shape)
-        return Cut(rows, cols, axis, size, self.ns_steps, self.ns_method, hooks)
-
-    def workspace(self, shape: Shape) -> int:
-        """Return the bytes of Newton-Schulz on as many matrices as it takes at a time, with l2 also
-        of the changed gradients; or the bytes of cautious decay or of the hook after it, if these
-        are more.
-        """
-        iteration = newton_schulz_workspace(
-            shape,
-            method=self.ns_method,
-            beside=self.held_beside,
-            after=4 if self.cautious_weight_decay else 0,
-        )
-        return max(iteration, self.hook_workspace(shape))
-
-    @property
-    def held_beside(self) -> int:
-        """The number of copies of the matrices that an update holds beside Newton-Schulz."""
-        return int(self.weight_decay_method == "l2")
-
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
-        """Refuse nothing: Newton-Schulz also takes tensor shards."""
+        """Refuse nothing, tensor shards either."""
         return None
-
-    @property
-    def sees_tensor_shards(self) -> bool:
-        """True with ``muon_tp_mode`` "blockwise"."""
-        return self.muon_tp_mode == "blockwise"
 
     def summary(self, hyper: HyperText) -> str:
         """Return the momentum, the scale of the update, and the hooks as text."""
@@ -228,32 +172,6 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         comma.
         """
         return ""
-
-    def check(self, device: torch.device | None) -> None:
-        """Refuse coefficients that are unknown, or diverge in the chosen ``ns_dtype``, and a device
-        without products in it.
-
-        Raises:
-            ConfigError: names the setting.
-        """
-        super().check(device)
-        coefficients(self.ns_coefficients, self.ns_steps)
-        if self.ns_coefficients in NEED_FLOAT32 and self.ns_dtype in ("bf16", "fp16"):
-            raise ConfigError(
-                f"ns_coefficients {self.ns_coefficients!r} diverges with ns_dtype "
-                f"{self.ns_dtype!r}; set ns_dtype to 'fp32', or ns_coefficients to 'polar_express'"
-            )
-        dtype = self.products_in(frozenset())
-        if device is not None and self.ns_dtype != "auto" and not has_products(dtype, device):
-            raise ConfigError(
-                f"optimizer.params.ns_dtype is {self.ns_dtype!r}, and {device} has no products in "
-                f"{str(dtype).removeprefix('torch.')}; set it to 'auto'"
-            )
-
-    def products_in(self, fast_dtypes: frozenset[torch.dtype]) -> torch.dtype:
-        """Return the dtype of the products of Newton-Schulz."""
-        ns_dtype = "fp32" if self.ns_coefficients in NEED_FLOAT32 else self.ns_dtype
-        return compute_dtype(ns_dtype, self.ns_method, fast_dtypes)
 
     def prepared(self, direction: Tensor) -> Tensor:
         """Return the matrices to orthogonalise; ``direction`` is read only."""
@@ -283,37 +201,22 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             site = replace(site, cut=None)
         shapes = [(*param.shape[:-2], *_whole(param.shape, site.cut)) for param in params]
         groups = batches(shapes, max_batch_numel(params[0].device))
-        for mode, together in self._rounds(groups, shapes, site.cut):
+        for mode, together in self.rounds(groups, shapes, site.cut):
             self._update_round(together, mode, params, grads, states, hyper, site)
             self._clip_(together, mode, params, site.cut)
 
-    def _rounds(
+    def rounds(
         self,
         groups: Sequence[list[Some]],
         shapes: Sequence[Shape],
         cut: tuple[Axis, ShardPeers] | None,
     ) -> list[tuple[TpMode, list[list[Some]]]]:
-        """Return the groups to update together, and how: with owners, up to about a full batch for
-        each rank.
-        """
-        if cut is None:
-            return [("duplicated", [group]) for group in groups]
-        axis, peers = cut
-        rounds: list[tuple[TpMode, list[list[Some]]]] = []
-        owners = min(peers.size, sum(math.prod(shape[:-2]) for shape in shapes))
-        room = 0
-        for group in groups:
-            shape = shapes[group[0].tensor][-2:]
-            mode = self._cut(shape, axis, peers.size).mode(self.muon_tp_mode, owners)
-            if mode != "owner":
-                rounds.insert(0, (mode, [group]))
-                continue
-            if room <= 0:
-                rounds.append((mode, []))
-                room = peers.size * MAX_BATCH_NUMEL
-            rounds[-1][1].append(group)
-            room -= math.prod(shape) * sum(some.stop - some.start for some in group)
-        return rounds
+        """Return the groups to update together, and how."""
+        return [("duplicated", [group]) for group in groups]
+
+    def directions_of(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
+        """Return new matrices for ``matrices``, a list of ``(k, rows, cols)`` in float32."""
+        raise NotImplementedError
 
     def _update_round(
         self,
@@ -346,23 +249,13 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             begun.append(Batch(mine, gradients, views, direction, shape, site.cut))
         del decayed
         matrices = [self.prepared(batch.direction) for batch in begun]
-        done = self._orthogonal(matrices, mode, site)
+        done = self.directions_of(matrices, mode, site)
         del matrices
         for batch in begun:
             update = self.adapted_(done.pop(0), batch)
             self.decay_(batch.params, unstack(update, batch.params), hyper)
             scale = self.scale_of(*batch.shape)
             self.step_(batch.params, update, hyper=hyper, scale=scale, norms=batch.norms)
-
-    def _orthogonal(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
-        dtype = self.products_in(site.fast_dtypes)
-        rows = coefficients(self.ns_coefficients, self.ns_steps)
-        settings: dict[str, Any] = {"coefficients": rows, "method": self.ns_method, "dtype": dtype}
-        if mode == "distributed" and site.cut is not None:
-            axis, peers = site.cut
-            parts = partial(newton_schulz_of_shards, axis=axis, peers=peers, **settings)
-            return list(map(parts, matrices))
-        return self._of_wholes(matrices, partial(newton_schulz, **settings), mode, site.cut, dtype)
 
     def _of_wholes(
         self,
@@ -410,6 +303,133 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             torch._foreach_copy_(mine, unstack(clipped.pop(0), mine))
 
 
+class Orthogonalized(MatrixMomentum):
+    """Momenta that are orthogonalised by Newton-Schulz."""
+
+    as_adamw = "matrix_optimizer to 'adamuon'"
+
+    ns_method: NsMethod = "gram"
+    ns_steps: Annotated[int, Field(ge=1, le=1000)] = 5
+    ns_coefficients: Annotated[
+        str | Annotated[Rows, Field(min_length=1)],
+        Field(json_schema_extra={"expects": "a name or a list of [a, b, c]"}),
+    ] = "simple"
+    ns_dtype: NsDtype = "auto"
+    muon_tp_mode: TpMode = "duplicated"
+    """The method for matrices that tensor parallelism has cut; see
+    :mod:`.orthogonalize.tensor_shards` and :mod:`.orthogonalize.tensor_modes`.
+    """
+
+    def work(self, shape: Shape) -> int:
+        """Return the FLOPs of the Newton-Schulz iteration and of hooks."""
+        *batch, rows, cols = shape
+        return newton_schulz_flops(
+            rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
+        ) + self.hook_flops(shape)
+
+    def shared_work(self, shape: Shape, axis: Axis | None, size: int) -> tuple[int, int]:
+        """Return the work, and the bytes that are sent, in the mode of ``muon_tp_mode``."""
+        if axis is None or self.sees_tensor_shards:
+            return super().shared_work(shape, axis, size)
+        *batch, rows, cols = shape
+        cut = self._cut((rows, cols), axis, size)
+        flops, sent = cut.share(cut.mode(self.muon_tp_mode, size), size)
+        return math.prod(batch) * flops, math.prod(batch) * sent
+
+    def _cut(self, shape: Shape, axis: Axis, size: int) -> Cut:
+        rows, cols = shape
+        hooks = self.hook_flops(shape)
+        return Cut(rows, cols, axis, size, self.ns_steps, self.ns_method, hooks)
+
+    def workspace(self, shape: Shape) -> int:
+        """Return the bytes of Newton-Schulz on as many matrices as it takes at a time, with l2 also
+        of the changed gradients; or the bytes of cautious decay or of the hook after it, if these
+        are more.
+        """
+        iteration = newton_schulz_workspace(
+            shape,
+            method=self.ns_method,
+            beside=self.held_beside,
+            after=4 if self.cautious_weight_decay else 0,
+        )
+        return max(iteration, self.hook_workspace(shape))
+
+    @property
+    def held_beside(self) -> int:
+        """The number of copies of the matrices that an update holds beside Newton-Schulz."""
+        return int(self.weight_decay_method == "l2")
+
+    @property
+    def sees_tensor_shards(self) -> bool:
+        """True with ``muon_tp_mode`` "blockwise"."""
+        return self.muon_tp_mode == "blockwise"
+
+    def check(self, device: torch.device | None) -> None:
+        """Refuse coefficients that are unknown, or diverge in the chosen ``ns_dtype``, and a device
+        without products in it.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+        super().check(device)
+        coefficients(self.ns_coefficients, self.ns_steps)
+        if self.ns_coefficients in NEED_FLOAT32 and self.ns_dtype in ("bf16", "fp16"):
+            raise ConfigError(
+                f"ns_coefficients {self.ns_coefficients!r} diverges with ns_dtype "
+                f"{self.ns_dtype!r}; set ns_dtype to 'fp32', or ns_coefficients to 'polar_express'"
+            )
+        dtype = self.products_in(frozenset())
+        if device is not None and self.ns_dtype != "auto" and not has_products(dtype, device):
+            raise ConfigError(
+                f"optimizer.params.ns_dtype is {self.ns_dtype!r}, and {device} has no products in "
+                f"{str(dtype).removeprefix('torch.')}; set it to 'auto'"
+            )
+
+    def products_in(self, fast_dtypes: frozenset[torch.dtype]) -> torch.dtype:
+        """Return the dtype of the products of Newton-Schulz."""
+        ns_dtype = "fp32" if self.ns_coefficients in NEED_FLOAT32 else self.ns_dtype
+        return compute_dtype(ns_dtype, self.ns_method, fast_dtypes)
+
+    def rounds(
+        self,
+        groups: Sequence[list[Some]],
+        shapes: Sequence[Shape],
+        cut: tuple[Axis, ShardPeers] | None,
+    ) -> list[tuple[TpMode, list[list[Some]]]]:
+        """Return the groups to update together, and how: with owners, up to about a full batch for
+        each rank.
+        """
+        if cut is None:
+            return [("duplicated", [group]) for group in groups]
+        axis, peers = cut
+        rounds: list[tuple[TpMode, list[list[Some]]]] = []
+        owners = min(peers.size, sum(math.prod(shape[:-2]) for shape in shapes))
+        room = 0
+        for group in groups:
+            shape = shapes[group[0].tensor][-2:]
+            mode = self._cut(shape, axis, peers.size).mode(self.muon_tp_mode, owners)
+            if mode != "owner":
+                rounds.insert(0, (mode, [group]))
+                continue
+            if room <= 0:
+                rounds.append((mode, []))
+                room = peers.size * MAX_BATCH_NUMEL
+            rounds[-1][1].append(group)
+            room -= math.prod(shape) * sum(some.stop - some.start for some in group)
+        return rounds
+
+    def directions_of(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
+        """Return them orthogonalised."""
+        dtype = self.products_in(site.fast_dtypes)
+        rows = coefficients(self.ns_coefficients, self.ns_steps)
+        settings: dict[str, Any] = {"coefficients": rows, "method": self.ns_method, "dtype": dtype}
+        if mode == "distributed" and site.cut is not None:
+            axis, peers = site.cut
+            parts = partial(newton_schulz_of_shards, axis=axis, peers=peers, **settings)
+            return list(map(parts, matrices))
+        return self._of_wholes(matrices, partial(newton_schulz, **settings), mode, site.cut, dtype)
+
+
 def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[int, ...]:
     """Return the last two sizes of ``shape`` for whole matrices."""
     if cut is None:
@@ -418,8 +438,8 @@ def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[i
     return whole_shape(tuple(shape[-2:]), axis, peers.size, peers.lengths)
 
 
-class ScaledByShape(Orthogonalized):
-    """Orthogonalised momenta, scaled by the shape of their matrix."""
+class ScaledByShape(MatrixMomentum):
+    """Momenta whose updates are scaled by the shape of their matrix."""
 
     as_adamw = "scale_mode to 'match_rms_adamw'"
     sized_by = ("scale_mode", "extra_scale_factor")
@@ -454,7 +474,7 @@ def _times(factor: float) -> str:
     return f" x {factor:g}"
 
 
-class Muon(ScaledByShape):
+class Muon(ScaledByShape, Orthogonalized):
     """MomentUm Orthogonalized by Newton-schulz, for whole matrices: the update is the orthogonal
     matrix.
 
@@ -465,7 +485,7 @@ class Muon(ScaledByShape):
     family = "muon"
 
 
-class Adaptive(ScaledByShape):
+class Adaptive(ScaledByShape, Orthogonalized):
     """An orthogonalised momentum that is divided by the root of a second moment."""
 
     moment2_beta: Decay = 0.95

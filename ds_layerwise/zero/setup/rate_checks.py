@@ -284,7 +284,7 @@ def check_captured(
         raise ConfigError(
             f"layerwise.cuda_graph is true, and {name} has {has}, which asks the host in an "
             "update; set cuda_graph to false, or choose muon, normuon, adamuon, namo, scion, "
-            "polargrad, adamw, adam, lion or sgd, without stochastic_rounding"
+            "polargrad, rmnp, adamw, adam, lion or sgd, without stochastic_rounding"
         )
 
 

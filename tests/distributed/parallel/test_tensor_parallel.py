@@ -238,18 +238,25 @@ FAMILY = {"square_rows": ("normuon", {}), "square_cols": ("adamuon", {}), "tall_
           "copied": ("adamuon", {"hyperball": 3.0})}
 
 
+#: The same for rows, or columns, of norm 1.
+LINES = {"square_rows": ("rmnp", {}), "square_cols": ("rmnp", {}), "tall_rows": ("rmnp", {"normalised_per": "column"}),
+         "flat_cols": ("rmnp", {"normalised_per": "column"}), "tall_cols": ("rmnp", {"relative_update": True})}
+
+
 class TestOtherMatrixOptimizers(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("tp_mode", ["duplicated", "owner", "auto"])
-    def test_other_matrix_optimizers_against_the_whole_matrix(self, tp_mode):
+    @pytest.mark.parametrize("tp_mode, family", [
+        ("duplicated", FAMILY), ("owner", FAMILY), ("auto", FAMILY), ("duplicated", LINES)])
+    def test_other_matrix_optimizers_against_the_whole_matrix(self, tp_mode, family):
         mpu, whole = Mpu(2), {name: p.detach() for name, p in Net().named_parameters()}
-        entries = [{"name": f"{layer}.weight", "optimizer": rule, "lr_scale": 2.5, "ns_method": "standard",
-                    "ns_dtype": "fp32", **settings} for layer, (rule, settings) in FAMILY.items()]
+        plain = {} if family is LINES else {"ns_method": "standard", "ns_dtype": "fp32"}
+        entries = [{"name": f"{layer}.weight", "optimizer": rule, "lr_scale": 2.5, **plain, **settings}
+                   for layer, (rule, settings) in family.items()]
         engine = start(OnWholeNumbers(mpu), ds_config(layerwise={"overrides": entries},
                                                             params={"muon_tp_mode": tp_mode}), mpu=mpu)
         train_on_whole_numbers(engine, mpu, range(STEPS))
-        for layer, (rule, settings) in FAMILY.items():
+        for layer, (rule, settings) in family.items():
             name, first = f"{layer}.weight", whole[f"{layer}.weight"]
             mean = [mean_gradient(name, first.shape, step, 2) for step in range(STEPS)]
             wanted = train_alone(rule, first, mean, lr=0.05, weight_decay=0.1, settings=settings)

@@ -112,6 +112,7 @@ def test_matrices_keep_their_rate(params):
     ({"matrix_optimizer": "adamuon"}, "scale_mode of adamuon is 'match_rms_adamw'"),
     ({"matrix_optimizer": "adamuon", "scale_mode": "original", "moment2_rescale": False},
      "how the rate of adamuon depends"),
+    ({"matrix_optimizer": "rmnp"}, "how the rate of rmnp depends on the width is not known"),
     ({"matrix_optimizer": "polargrad"}, "how the rate of polargrad depends on the width is not known"),
     ({"matrix_optimizer": "soap"}, "how the rate of soap depends on the width is not known"),
     ({"hyperball": 2.0}, "how the rate of muon with hyperball depends on the width"),

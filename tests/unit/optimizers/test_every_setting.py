@@ -29,7 +29,7 @@ from ds_layerwise.optimizers.any_torch import MatrixTorch, ScalarTorch
 from ds_layerwise.optimizers.dtypes import StateDtype
 from ds_layerwise.optimizers.recipe import KEPT_BY, Hyper, KeptStates, Site
 from ds_layerwise.optimizers.registry import REGISTRY
-from ds_layerwise.optimizers.rules.muon_family import Orthogonalized
+from ds_layerwise.optimizers.rules.muon_family import MatrixMomentum, Orthogonalized
 from ds_layerwise.orthogonalize.tensor_modes import TpMode
 from tests.support import elementwise, family, preconditioned
 from tests.support.elementwise import values_of
@@ -42,7 +42,8 @@ pytestmark = rooms("registry", "recipe", "overrides", "routing_rules",
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.5, 0.95), eps=1e-3)
 SGD = "torch.optim:SGD"
-FAMILY = tuple(name for name, entry in REGISTRY.items() if issubclass(entry, Orthogonalized))
+FAMILY = tuple(name for name, entry in REGISTRY.items() if issubclass(entry, MatrixMomentum))
+ITERATED = tuple(name for name in FAMILY if issubclass(REGISTRY[name], Orthogonalized))
 KRONECKER = ("soap", "kl_soap", "shampoo")
 #: Recipes by the name that a config has for them; a class of torch's is one, with parameters of any kind.
 RECIPES = {**REGISTRY, SGD: MatrixTorch, f"{SGD} of the rest": ScalarTorch}
@@ -67,8 +68,8 @@ REFUSED_VALUES = [("namo", "weight_decay_method", "l2", "weight_decay_method of 
 
 #: What no update of one step shows: how products are made, and what states are kept in between two; each has a test
 #: below.
-COMPUTED_WITH = {("ns_method", name) for name in FAMILY} | {("ns_dtype", name) for name in FAMILY} | {
-    ("muon_tp_mode", name) for name in FAMILY} | {
+COMPUTED_WITH = {("ns_method", name) for name in ITERATED} | {("ns_dtype", name) for name in ITERATED} | {
+    ("muon_tp_mode", name) for name in ITERATED} | {
     (field, name) for name, recipe in RECIPES.items() if issubclass(recipe, KeptStates)
     for field in (*KEPT_BY.values(), "stochastic_rounding") if field in recipe.model_fields}
 
@@ -330,7 +331,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", ITERATED)
 @pytest.mark.parametrize("value, fast, expected", [
     ("bf16", (), torch.bfloat16), ("fp16", (), torch.float16), ("fp32", (torch.bfloat16,), torch.float32),
     ("auto", (), torch.float32), ("auto", (torch.bfloat16,), torch.bfloat16)])
@@ -347,7 +348,7 @@ def test_ns_dtype_is_what_products_run_in(name, value, fast, expected):
     assert off == 0 if expected == torch.float32 else 1e-4 < off < 0.3
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", ITERATED)
 @pytest.mark.parametrize("settings", [{"ns_method": "standard"}, {"ns_method": "gram"}, {"ns_steps": 3},
                                       {"ns_method": "standard", "ns_steps": 8}], ids=str)
 def test_ns_method_and_ns_steps_are_what_is_multiplied(name, settings):
@@ -364,7 +365,7 @@ def test_ns_method_and_ns_steps_are_what_is_multiplied(name, settings):
     assert apart(param, written_out(name, settings, HYPER, start, grads), start) < 1e-5
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", ITERATED)
 @pytest.mark.parametrize("mode", get_args(TpMode))
 def test_muon_tp_mode_is_what_ranks_with_parts_of_a_matrix_do(name, mode):
     recipe, shape, axis = routed(name, {"muon_tp_mode": mode}), (12, 40), -1

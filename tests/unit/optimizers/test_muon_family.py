@@ -25,7 +25,7 @@ from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.training import relative_error
 
-pytestmark = rooms("muon_family", "update_hooks", "newton_schulz", "batching")
+pytestmark = rooms("muon_family", "update_hooks", "newton_schulz", "batching", "rmnp")
 
 LR, MOMENTUM, DECAY, STEPS = 0.1, 0.9, 0.2, 4
 SHAPES = [(12, 40), (40, 12), (16, 16)]
@@ -33,7 +33,8 @@ NEW = ("normuon", "adamuon", "namo", "scion", "polargrad")
 
 
 def recipe(name, **settings):
-    return REGISTRY[name](**{"ns_method": "standard", "ns_dtype": "fp32", **settings})
+    plain = {} if name == "rmnp" else {"ns_method": "standard", "ns_dtype": "fp32"}
+    return REGISTRY[name](**{**plain, **settings})
 
 
 def hyper(settings, lr=LR, decay=DECAY, rule=""):
@@ -130,7 +131,8 @@ WRITTEN = [("muon", {}), ("muon", {"nesterov": False, "scale_mode": "unit_rms_no
            ("muon", {"relative_update": True}), ("normuon", {"relative_update": True, "radial_brake": (0.5, 0.25)}),
            ("muon", {"radial_brake": (0.25, 1.0)}), ("polargrad", {"radial_brake": (0.0, 0.5)}),
            ("scion", {"radial_brake": (1.0, 0.0), "constrained": False}),
-           ("muon", {"spectral_clip": 5.0})]
+           ("rmnp", {}), ("rmnp", {"normalised_per": "column", "nesterov": False, "scale_mode": "spectral"}),
+           ("rmnp", {"relative_update": True}), ("muon", {"spectral_clip": 5.0})]
 #: Of each shape two, and a stack.
 MIXED = [(12, 40), (40, 12), (16, 16), (3, 12, 40), (12, 40), (2, 40, 12)]
 
@@ -422,6 +424,15 @@ def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name
     # Sides that are no multiples of 16 are counted as if all matrices were padded.
     is_exact = name == "muon" and not settings and min(rows, cols) > 16 and rows % 16 == 0
     assert (0.98 if is_exact else 0.9) < most_beside(rule, [shape] * 2, hyper(settings)) / said <= 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_decay_method": "l2"}, {"cautious_weight_decay": True}], ids=str)
+@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (6, 64, 256)])
+def test_lines_of_norm_1_take_no_more_memory_than_their_recipe_says(shape, settings):
+    *batch, rows, cols = shape
+    rule = recipe("rmnp", **settings)
+    said = rule.workspace((2 * math.prod(batch), rows, cols))
+    assert 0.7 < most_beside(rule, [shape] * 2, hyper(settings)) / said <= 1 and not rule.work(shape)
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (128, 192), (128, 256), (128, 384), (384, 128), (128, 512), (512, 128),

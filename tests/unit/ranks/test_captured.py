@@ -47,8 +47,9 @@ def as_on_a_device(monkeypatch):
 def owned(new_graph, *, dtype=torch.bfloat16, master_dtype="float32", bucket_numel=600, **params):
     """Rank 0 of 2 with its shards, in memory that has nothing of another."""
     model = Net().to(dtype)
+    products = {} if params.get("matrix_optimizer") == "rmnp" else {"ns_dtype": "fp32"}
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
-        "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.0, "ns_dtype": "fp32", **params}})
+        "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.0, **products, **params}})
     optimizer = LayerWiseOptimizer(model.parameters(), config)
     routes = route_parameters(model, optimizer.param_groups, recipes=config.recipes)
     named = {name: param.detach() for name, param in model.named_parameters()}
