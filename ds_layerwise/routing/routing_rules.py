@@ -83,8 +83,8 @@ from ds_layerwise.routing.tensor_marks import axis_of, is_cut, lengths_of, whole
 #: queries, prompts.
 EMBEDDING_NAME = re.compile(
     r"(?!w_|.*(weight|proj|projection|kernel|mlp|mix|mixing)$)(\w+_)?(embed|embeds|"
-    r"embeddings?|emb|pos|ape|encoding|tokens?|latents|query|queries|prompts?|codebooks?|"
-    r"codevectors)(_\w+)?",
+    r"embeddings?|emb|wpe|wte|pos|positions?|ape|encoding|tokens?|latents|query|queries|"
+    r"prompts?|codebooks?|codevectors)(_\w+)?",
     re.IGNORECASE,
 )
 

@@ -179,7 +179,8 @@ class Bare(nn.Module):
 VECTORS = ("gate_up_proj_bias", "attention_biases", "bias_u", "r_w_bias", "relative_position_bias_table",
            "scale_shift_table", "A_log", "log_A_real", "A_imag", "D", "dt_bias", "logit_scale", "gamma_1", "time_faaaa",
            "r_k")
-TABLES = ("pos_embed", "position_embedding", "rel_pos_h", "mask_token", "query_tokens", "latents", "level_embed")
+TABLES = ("pos_embed", "position_embedding", "rel_pos_h", "mask_token", "query_tokens", "latents", "level_embed",
+          "wpe", "wte", "positions")
 MATRICES = ("gate_up_proj", "weight", "embed_proj", "query_weight", "kernel", "Dense", "debiased", "w1", "bias_proj",
             "W_query", "token_mix", "pos_mlp")
 
