@@ -63,8 +63,7 @@ class OwnMasters(Masters):
     def open(self, here: Tensor) -> None:
         """Follow written weights; see :func:`.weight_writes.follow_`."""
         self.opened = here
-        found = follow_(here, self._values, in_mxfp8=self._in_mxfp8)
-        self._written |= found.to(self._written.device)
+        follow_(here, self._values, written=self._written, in_mxfp8=self._in_mxfp8)
 
     def close(self, step: int) -> None:
         """Write the weights."""

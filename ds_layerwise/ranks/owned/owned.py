@@ -535,7 +535,8 @@ class Owned:
         while written:
             name, value = written.popitem()
             in_mxfp8 = self.layout.bucket_of(name).in_mxfp8
-            self.written |= follow_(self._values.piece(name), value, in_mxfp8=in_mxfp8)
+            master = self._values.piece(name)
+            follow_(master, value, written=self.written, in_mxfp8=in_mxfp8)
 
     def restart(self, saved_as: str, keys: Sequence[str]) -> None:
         """Reset states of a parameter, given by its name in a checkpoint, to their initial values;

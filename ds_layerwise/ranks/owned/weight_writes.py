@@ -50,7 +50,9 @@ def rounds_elsewhere(masters: Tensor, values: Tensor, *, in_mxfp8: bool) -> bool
     return any(_rounds_elsewhere(*each, in_mxfp8).any() for each in some)
 
 
-def follow_(masters: Tensor, values: Tensor, *, in_mxfp8: bool = False) -> Tensor:
+def follow_(
+    masters: Tensor, values: Tensor, *, written: Tensor | None = None, in_mxfp8: bool = False
+) -> None:
     """Set each master that does not round to its value in ``values`` to that value; with
     ``in_mxfp8`` all masters of a block with such a one.
 
@@ -61,19 +63,16 @@ def follow_(masters: Tensor, values: Tensor, *, in_mxfp8: bool = False) -> Tenso
     Args:
         masters: 1-D float32, written in place.
         values: 1-D, of the same length, in a 16-bit dtype; may be on another device.
+        written: 0-d bool, set to True if any master changes. The host does not wait for it.
         in_mxfp8: as in :func:`weights_of`.
-
-    Returns:
-        0-d bool on the device of ``masters``: True if any master changed. The host does not wait.
     """
-    written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for master, value in _some_at_a_time(masters, values):
         differs = _rounds_elsewhere(master, value, in_mxfp8)
         if _is_host(master) and not differs.any():
             continue
-        written |= (differs & (value == value)).any()
+        if written is not None:
+            written |= (differs & (value == value)).any().to(written.device)
         torch.where(differs, value, master, out=master)
-    return written
 
 
 def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
