@@ -357,6 +357,18 @@ def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
     assert hooks == UpdateHooks.model_fields.keys() - Recipe.model_fields.keys()
 
 
+def test_the_balance_of_a_model_with_experts_is_as_the_page_says(capsys):
+    table, = [rows for header, *rows in tables_of(DOCS / "mixture_of_experts.md") if header[0] == "ranks"]
+    ranks = [row[0] for row in table]
+    cli.main(["plan", "--model", "qwen3-30b-a3b", "--config", str(ROOT / "ds_configs" / "large_stage3.json"),
+              "--ranks", ",".join(ranks), "--json"])
+    for row, plan in zip(table, json.loads(capsys.readouterr().out), strict=True):
+        held = max(each["total"] for each in plan["memory_bytes"])
+        needed = held + plan["working_bytes"]["total"]
+        assert row == [str(plan["ranks"]), f"{plan['newton_schulz_max_over_mean']:.3f}", f"{held / 2**30:.1f}",
+                       f"{needed / 2**30:.1f}"]
+
+
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 #: What the page says costs for: a square, and a matrix of 1:4.
 SQUARE, WIDE = (256, 256), (256, 1024)
