@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from deepspeed.launcher import runner
+from deepspeed.ops.adam import FusedAdam
 from torch import nn
 from torch.distributed import run as torchrun
 
@@ -319,6 +320,20 @@ def assert_defaults(kind, head, defaults):
             assert value == json.loads(json.dumps(defaults[name])) and type(value) is not str or (
                 value == defaults[name]), (path.name, name)
     return tables
+
+
+def test_what_keeps_adamw_as_it_was_is_what_deepspeed_has_by_default():
+    block, = [block for block in blocks("json") if block.page == "docs/moving.md" and "decay_vectors" in block.text]
+    params = json.loads(block.text)["optimizer"]["params"]
+    theirs, ours = inspect.signature(FusedAdam).parameters, OptimizerConfig.from_section({}).model_dump()
+    rows = {names_in(row[0])[0]: row[1:] for _, *rows in tables_of(DOCS / "moving.md") for row in rows
+            if row[0].endswith(", if left out")}
+    assert rows.keys() == {"betas", "eps"} and params["decay_vectors"] is not ours["decay_vectors"]
+    for key, (before, now) in rows.items():
+        given = theirs[key].default
+        assert json.loads(before) == params[key] == (list(given) if key == "betas" else given)
+        assert json.loads(now) == (list(ours[key]) if key == "betas" else ours[key])
+    assert theirs["weight_decay"].default == ours["weight_decay"] == 0
 
 
 def tables_of_optimizers():

@@ -125,7 +125,7 @@ class TestScriptsOfRanks(DistributedTest):
 
     @staticmethod
     def train_own_model(folder):
-        """Its losses in float32, on as many ranks a sequence as there are; the second time it goes on."""
+        """Save the losses of the script of the own model in float32; a second call goes on."""
         block = next(block for block in blocks("python") if "DistributedAttention(" in block.text)
         names = executed(block.text, folder, (
             ("SP, LENGTH, WIDTH, HEADS = 2, 4096,", f"SP, LENGTH, WIDTH, HEADS = {dist.get_world_size()}, 256,"),
