@@ -74,7 +74,8 @@ def test_a_single_rank_says_that_it_compiles_and_then_waits(kind, files, rank, t
 def test_a_lock_is_named_at_once_where_nothing_compiles(lock, running, soon, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(operator_build, "_SHORT_PATIENCE", 0.1)
-    monkeypatch.setattr(psutil, "process_iter", lambda attrs: [SimpleNamespace(info={"name": running})])
+    monkeypatch.setattr(psutil, "process_iter", lambda attrs: [
+        SimpleNamespace(info={"name": name}) for name in ("python", running)])
     (tmp_path / "an_operator").mkdir()
     if lock:
         (tmp_path / "an_operator" / "lock").touch()
