@@ -577,6 +577,9 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
     made = {path.with_suffix(".md").name for path in tmp_path.glob("*.html")} - {"404.md"}
     assert made == {path.name for path in PAGES[1:]}
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    lowered = {entry["location"].partition("#")[0] for entry in index["docs"] if entry.get("boost", 1) < 1}
+    assert {"evidence.html", "design.html", "proposal_backend_hook.html"} <= lowered
+    assert not lowered & {"index.html", "training.html", "cli.html"}
     text = " ".join(entry["text"] for entry in index["docs"])
     methods = {name for name in vars(LayerWiseZeroOptimizer) if not name.startswith("_")}
     public = {name for name in ds_layerwise.__all__ if not name.startswith("_")} | methods
