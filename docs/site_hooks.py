@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: links that lead out of docs/ become names of files, and search ranks the maintainers' pages last."""
+"""Hooks of mkdocs: links out of docs/ become names of files; pages for maintainers rank last."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links into the repository by their text and the path; lower the rank of pages for maintainers."""
+    """Replace links into the repository by their text and the path; set the rank in a search."""
     if page.parent is not None and page.parent.title == LAST:
         page.meta["search"] = {"boost": 0.1}
 

@@ -322,7 +322,7 @@ def assert_defaults(kind, head, defaults):
     return tables
 
 
-def test_what_keeps_adamw_as_it_was_is_what_deepspeed_has_by_default():
+def test_values_that_keep_adamw_as_it_was_are_the_defaults_of_deepspeed():
     block, = [block for block in blocks("json") if block.page == "docs/moving.md" and "decay_vectors" in block.text]
     params = json.loads(block.text)["optimizer"]["params"]
     theirs, ours = inspect.signature(FusedAdam).parameters, OptimizerConfig.from_section({}).model_dump()
