@@ -497,6 +497,27 @@ def named(head):
     return [(name.replace("*", "any"), row[1]) for row in table for name in names_in(row[0])]
 
 
+@pytest.mark.parametrize("router", ["mlp.gate.weight", "mlp.router.weight", "router.gate.weight", "gate.wg.weight"])
+def test_a_router_is_a_matrix_unless_the_override_of_the_page_says_otherwise(router):
+    page = (DOCS / "mixture_of_experts.md").read_text()
+    block, = [block for block in blocks("json") if block.page.endswith("experts.md") and "overrides" in block.text]
+    model = nn.ModuleDict({"embed": nn.Embedding(40, 8), "norm": nn.LayerNorm(8), "layers": nn.ModuleList()})
+    for _ in range(2):
+        *path, last = router.split(".")
+        layer = module = nn.Module()
+        for name in path:
+            module.add_module(name, nn.Module())
+            module = getattr(module, name)
+        module.register_parameter(last, nn.Parameter(nn.Linear(8, 4).weight.detach()))
+        model["layers"].append(nn.Sequential(nn.Linear(8, 8), layer))
+    assert f"`{router}`" in page
+    overrides = LayerWiseConfig.from_section(json.loads(block.text)["layerwise"]).overrides
+    for given, whole in (((), True), (overrides, False)):
+        routes = route_parameters(model, [{"params": list(model.parameters())}], overrides=given)
+        assert {routes[f"layers.{i}.1.{router}"].whole for i in range(2)} == {whole}
+        assert routes["layers.0.0.weight"].whole
+
+
 @pytest.mark.parametrize("name, goes_to", named("goes to"))
 def test_a_module_of_this_name_goes_where_the_page_says(name, goes_to):
     # Neither the first nor the last, and of no embedding's shape: it is its name that decides.
