@@ -447,8 +447,9 @@ def ours_of(state_dict: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise LayerWiseError(
             f"{path} was not written by ds_layerwise; for AdamW's states, convert its folder with "
             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-            "FOLDER --output_folder NEW` and load NEW; it does not convert stock Muon's: load "
-            "only the weights with load_checkpoint(..., load_optimizer_states=False)"
+            "FOLDER --output_folder NEW` and load NEW with layerwise.on_optimizer_change set to "
+            "'keep_shared'; it does not convert stock Muon's: load only the weights with "
+            "load_checkpoint(..., load_optimizer_states=False)"
         )
     check_format(ours["format"], FORMAT, path)
     return ours

@@ -277,8 +277,8 @@ def _kept(
     shared: dict[str, str] = {}
     if config.on_optimizer_change == "keep_shared":
         shared = _shared(old, new)
-    for key in shared.values():
-        reason += f", continued from {key}"
+    for key, before in shared.items():
+        reason += f"; {key} goes on from {before}"
     return shared, reason
 
 

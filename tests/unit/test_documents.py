@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from deepspeed.launcher import runner
+from deepspeed.ops.adam import FusedAdam
 from torch import nn
 from torch.distributed import run as torchrun
 
@@ -321,6 +322,20 @@ def assert_defaults(kind, head, defaults):
     return tables
 
 
+def test_values_that_keep_adamw_as_it_was_are_the_defaults_of_deepspeed():
+    block, = [block for block in blocks("json") if block.page == "docs/moving.md" and "decay_vectors" in block.text]
+    params = json.loads(block.text)["optimizer"]["params"]
+    theirs, ours = inspect.signature(FusedAdam).parameters, OptimizerConfig.from_section({}).model_dump()
+    rows = {names_in(row[0])[0]: row[1:] for _, *rows in tables_of(DOCS / "moving.md") for row in rows
+            if row[0].endswith(", if left out")}
+    assert rows.keys() == {"betas", "eps"} and params["decay_vectors"] is not ours["decay_vectors"]
+    for key, (before, now) in rows.items():
+        given = theirs[key].default
+        assert json.loads(before) == params[key] == (list(given) if key == "betas" else given)
+        assert json.loads(now) == (list(ours[key]) if key == "betas" else ours[key])
+    assert theirs["weight_decay"].default == ours["weight_decay"] == 0
+
+
 def tables_of_optimizers():
     return [table for name in OF_OPTIMIZERS for table in tables_of(DOCS / name)]
 
@@ -355,6 +370,18 @@ def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
     hooks, = [{key for row in rows for key in names_in(row[0])} for header, *rows in tables_of_optimizers()
               if header == ["key", "value", "what it does"]]
     assert hooks == UpdateHooks.model_fields.keys() - Recipe.model_fields.keys()
+
+
+def test_the_balance_of_a_model_with_experts_is_as_the_page_says(capsys):
+    table, = [rows for header, *rows in tables_of(DOCS / "mixture_of_experts.md") if header[0] == "ranks"]
+    ranks = [row[0] for row in table]
+    cli.main(["plan", "--model", "qwen3-30b-a3b", "--config", str(ROOT / "ds_configs" / "large_stage3.json"),
+              "--ranks", ",".join(ranks), "--json"])
+    for row, plan in zip(table, json.loads(capsys.readouterr().out), strict=True):
+        held = max(each["total"] for each in plan["memory_bytes"])
+        needed = held + plan["working_bytes"]["total"]
+        assert row == [str(plan["ranks"]), f"{plan['newton_schulz_max_over_mean']:.3f}", f"{held / 2**30:.1f}",
+                       f"{needed / 2**30:.1f}"]
 
 
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -470,6 +497,27 @@ def named(head):
     return [(name.replace("*", "any"), row[1]) for row in table for name in names_in(row[0])]
 
 
+@pytest.mark.parametrize("router", ["mlp.gate.weight", "mlp.router.weight", "router.gate.weight", "gate.wg.weight"])
+def test_a_router_is_a_matrix_unless_the_override_of_the_page_says_otherwise(router):
+    page = (DOCS / "mixture_of_experts.md").read_text()
+    block, = [block for block in blocks("json") if block.page.endswith("experts.md") and "overrides" in block.text]
+    model = nn.ModuleDict({"embed": nn.Embedding(40, 8), "norm": nn.LayerNorm(8), "layers": nn.ModuleList()})
+    for _ in range(2):
+        *path, last = router.split(".")
+        layer = module = nn.Module()
+        for name in path:
+            module.add_module(name, nn.Module())
+            module = getattr(module, name)
+        module.register_parameter(last, nn.Parameter(nn.Linear(8, 4).weight.detach()))
+        model["layers"].append(nn.Sequential(nn.Linear(8, 8), layer))
+    assert f"`{router}`" in page
+    overrides = LayerWiseConfig.from_section(json.loads(block.text)["layerwise"]).overrides
+    for given, whole in (((), True), (overrides, False)):
+        routes = route_parameters(model, [{"params": list(model.parameters())}], overrides=given)
+        assert {routes[f"layers.{i}.1.{router}"].whole for i in range(2)} == {whole}
+        assert routes["layers.0.0.weight"].whole
+
+
 @pytest.mark.parametrize("name, goes_to", named("goes to"))
 def test_a_module_of_this_name_goes_where_the_page_says(name, goes_to):
     # Neither the first nor the last, and of no embedding's shape: it is its name that decides.
@@ -536,10 +584,11 @@ def test_links_lead_somewhere(path):
 
 def test_the_readme_is_short_and_pages_are():
     lengths = {path.name: len(path.read_text().splitlines()) for path in PAGES}
-    assert lengths["README.md"] <= 120
-    # Lists of all files, made by tests/measure.py and tests/matrix.py.
-    made = ("design_files.md", "versions.md")
-    assert max(length for name, length in lengths.items() if name not in made) <= 300
+    assert lengths["README.md"] <= 110
+    # Lists that tests/measure.py, tests/matrix.py and tests/api.py make; and a page for those who work on the package.
+    others = ("design_files.md", "versions.md", "api.md", "design.md")
+    assert max(length for name, length in lengths.items() if name not in others) <= 250
+    assert max(lengths["api.md"], lengths["design.md"]) <= 300
 
 
 def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
@@ -549,6 +598,9 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
     made = {path.with_suffix(".md").name for path in tmp_path.glob("*.html")} - {"404.md"}
     assert made == {path.name for path in PAGES[1:]}
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    lowered = {entry["location"].partition("#")[0] for entry in index["docs"] if entry.get("boost", 1) < 1}
+    assert {"evidence.html", "design.html", "proposal_backend_hook.html"} <= lowered
+    assert not lowered & {"index.html", "training.html", "cli.html"}
     text = " ".join(entry["text"] for entry in index["docs"])
     methods = {name for name in vars(LayerWiseZeroOptimizer) if not name.startswith("_")}
     public = {name for name in ds_layerwise.__all__ if not name.startswith("_")} | methods

@@ -718,8 +718,8 @@ class Checkpointing:
                 f"{count} x {why}" for why, count in sorted(Counter(everywhere.values()).items())
             )
             lines.append(
-                f"{len(everywhere)} of {len(run.planned.specs)} parameters do not continue from "
-                f"the optimizer state in {load.folder}: {counts}"
+                f"{len(everywhere)} of {len(run.planned.specs)} parameters have other optimizer "
+                f"states than in {load.folder}: {counts}"
             )
         if load.states:
             lines += converted(load.header, self._kept, everywhere)

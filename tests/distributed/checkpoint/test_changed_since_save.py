@@ -282,7 +282,8 @@ class TestScalarOptimizers(DistributedTest):
         scalars = {name for name in internals.trained(engine) if name not in MATRICES}
         assert scalars >= {"embed.weight", "norm.bias", "head.weight"}
         family = {"adamw": "adam"}
-        why = f"{family.get(before, before)} before, {family.get(now, now)} now" + ", continued from exp_avg" * kept
+        why = f"{family.get(before, before)} before, {family.get(now, now)} now"
+        why += "; exp_avg goes on from exp_avg" * kept
         for tag in loaded(engine, tmp_path):
             found = whole_states(engine)
             assert_equal_states(without(found, scalars), without(expected, scalars), tag)

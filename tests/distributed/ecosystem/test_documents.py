@@ -4,6 +4,7 @@ import json
 import re
 
 import deepspeed
+import deepspeed.comm as dist
 import pytest
 import torch
 from torch import nn
@@ -12,11 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_layerwise
 from ds_layerwise import run
+from tests.support.checkpoints import on_rank_0
 from tests.support.documents import PAGES, ROOT, as_config, blocks, names_in, prose_of
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 
 pytestmark = rooms("sections", "ds_config")
+
+
+#: Pages whose scripts start by themselves, on two ranks.
+OF_RANKS = ("docs/long_sequences.md", "docs/mixture_of_experts.md")
 
 
 class Model(nn.Module):
@@ -65,7 +71,7 @@ def one_step(engine):
 class TestPython(DistributedTest):
     world_size = 1
 
-    @pytest.mark.parametrize("block", blocks("python"), ids=str)
+    @pytest.mark.parametrize("block", [block for block in blocks("python") if block.page not in OF_RANKS], ids=str)
     def test_it_runs(self, block, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "ds.json").write_text(json.dumps(first_config()))
@@ -91,6 +97,56 @@ class TestPython(DistributedTest):
             assert names["engine"].global_steps == len(batches())
             after = names["model"].model["layers"][0].weight.detach()
             assert after.dtype == torch.bfloat16 and not torch.equal(after, before.to(after.dtype))
+
+
+def executed(text, folder, changes=()):
+    """Run a script in ``folder``, with other text in some places; its names."""
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(compile(text, "a block", "exec"), names := {})
+    return names
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning")
+class TestScriptsOfRanks(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("block", [block for block in blocks("python") if block.page in OF_RANKS], ids=str)
+    def test_they_run_as_they_stand(self, block, tmp_path):
+        names = executed(block.text, tmp_path)
+        engine = names["trainer"].model_wrapped if "trainer" in names else names["engine"]
+        assert engine.global_steps == len(names["losses"]) == 4
+        assert engine.zero_optimization_stage() == names["config"]["zero_optimization"]["stage"]
+        assert names["losses"][-1] < 0.99 * names["losses"][0]
+
+    @staticmethod
+    def train_own_model(folder):
+        """Save the losses of the script of the own model in float32; a second call goes on."""
+        block = next(block for block in blocks("python") if "DistributedAttention(" in block.text)
+        names = executed(block.text, folder, (
+            ("SP, LENGTH, WIDTH, HEADS = 2, 4096,", f"SP, LENGTH, WIDTH, HEADS = {dist.get_world_size()}, 256,"),
+            (' "bf16": {"enabled": True},', ""), ('"muon_lr": 0.02', '"muon_lr": 0.02, "ns_dtype": "fp32"')))
+        losses = torch.tensor(names["losses"], dtype=torch.float64)
+        dist.all_reduce(losses)
+        on_rank_0(lambda: torch.save(losses, folder / f"until_{names['engine'].global_steps}.pt"))
+
+    @pytest.fixture
+    def changed(self, class_tmpdir):
+        return made_once(class_tmpdir / "changed", [4, 2], self.train_own_model)
+
+    @pytest.fixture
+    def same(self, class_tmpdir):
+        return made_once(class_tmpdir / "same", [2, 2], self.train_own_model)
+
+    @pytest.mark.world_size(1)
+    def test_sequences_on_four_ranks_go_on_on_two_as_if_they_had_been_there_all_the_time(self, changed, same):
+        for steps in (4, 8):
+            losses, wanted = (torch.load(folder / f"until_{steps}.pt") for folder in (changed, same))
+            torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
 
 
 class TestConfigs(DistributedTest):

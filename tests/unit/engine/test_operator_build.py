@@ -1,7 +1,9 @@
 """The line that says that DeepSpeed compiles an operator, or waits for a lock."""
 
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -50,7 +52,8 @@ class Slow(Unfit):
 def test_a_single_rank_says_that_it_compiles_and_then_waits(kind, files, rank, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(operator_build, "_PATIENCE", 0.1)
+    for name in ("_PATIENCE", "_SHORT_PATIENCE"):
+        monkeypatch.setattr(operator_build, name, 0.1)
     folder = tmp_path / "an_operator"
     folder.mkdir()
     for file in files:
@@ -64,6 +67,25 @@ def test_a_single_rank_says_that_it_compiles_and_then_waits(kind, files, rank, t
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_layerwise")]
     expected = [COMPILES] * ("an_operator.so" not in files) + [WAITS] * (kind is Slow)
     assert told == [f"ds_layerwise: {line.format(folder=folder)}" for line in expected if rank == "0"]
+
+
+@pytest.mark.parametrize("lock, running, soon",
+                         [(True, "python", True), (True, "ninja", False), (False, "python", False)])
+def test_a_lock_is_named_at_once_where_nothing_compiles(lock, running, soon, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(operator_build, "_SHORT_PATIENCE", 0.1)
+    monkeypatch.setattr(psutil, "process_iter", lambda attrs: [
+        SimpleNamespace(info={"name": name}) for name in ("python", running)])
+    (tmp_path / "an_operator").mkdir()
+    if lock:
+        (tmp_path / "an_operator" / "lock").touch()
+    register()
+    try:
+        with pytest.raises(RuntimeError, match="not being compatible"):
+            Slow().jit_load(False)
+    finally:
+        unregister()
+    assert (WAITS.format(folder=tmp_path / "an_operator") in capsys.readouterr().out) is soon
 
 
 def test_nothing_is_said_or_made_for_what_cannot_be_compiled(tmp_path, monkeypatch, capsys):
