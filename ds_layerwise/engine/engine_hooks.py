@@ -332,7 +332,9 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
         built = LayerWiseZeroOptimizer(optimizer, engine.module, settings, engine)
-    built.round_weights()
+    if settings.layerwise.param_wire is not None:
+        # Initial weights are what later ones are sent as.
+        built.update_lp_params()
     # DeepSpeed's converter to universal checkpoints needs this in the model's file; the engine
     # copies it there. It says that nothing is cut, so a model that is cut must not have it.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:

@@ -425,11 +425,6 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self._before_update.weights.reload()
         self._run.owned.follow_weights()
 
-    def round_weights(self) -> None:
-        """Round the initial weights as ``layerwise.param_wire`` says. Every rank must call this."""
-        if self.config.param_wire is not None:
-            self.update_lp_params()
-
     def update_lp_params(self) -> None:
         """Set the model's weights from the masters, on every rank."""
         self.checkpointing.weights_from_masters()
