@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-
-Turn = TypeVar("Turn")
 
 #: The numbers that lie in one piece of memory.
 _AT_A_TIME = 256
@@ -72,15 +70,15 @@ def graphs_of(device: torch.device) -> NewGraph:
     return CudaGraph
 
 
-class Numbers(Generic[Turn]):
+class Numbers:
     """Numbers in the memory of ``device``, and the functions that return them for an update."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._functions: list[Callable[[Turn], float]] = []
+        self._functions: list[Callable[[Any], float]] = []
         self._memory: list[Tensor] = []
 
-    def register(self, function: Callable[[Turn], float]) -> Tensor:
+    def register(self, function: Callable[[Any], float]) -> Tensor:
         """Return the place of the result of ``function``, 0-d float32; :meth:`fill` writes it."""
         place = len(self._functions) % _AT_A_TIME
         if not place:
@@ -88,7 +86,7 @@ class Numbers(Generic[Turn]):
         self._functions.append(function)
         return self._memory[-1][place]
 
-    def fill(self, turn: Turn) -> None:
+    def fill(self, turn: Any) -> None:
         """Call every function once, in order, and write what it returns. The host does not wait."""
         values = [function(turn) for function in self._functions]
         here = torch.tensor(values, dtype=torch.float32, device="cpu")
@@ -98,7 +96,7 @@ class Numbers(Generic[Turn]):
             memory[: len(part)].copy_(part, non_blocking=True)
 
 
-class Captured(Generic[Turn]):
+class Captured:
     """The captured updates of a rank's buckets.
 
     The first update with a key runs as it is, which also prepares what libraries allocate at their
@@ -111,7 +109,7 @@ class Captured(Generic[Turn]):
         self._new_graph = new_graph
         self._key: Hashable = None
         self._is_captured = False
-        self._graphs: dict[int, tuple[Graph, Numbers[Turn]]] = {}
+        self._graphs: dict[int, tuple[Graph, Numbers]] = {}
 
     def begin(self, key: Hashable) -> None:
         """Begin an update of all buckets.
@@ -124,16 +122,14 @@ class Captured(Generic[Turn]):
             self._graphs.clear()
             self._key = key
 
-    def run(
-        self, index: int, turn: Turn, update: Callable[[Turn, Numbers[Turn] | None], None]
-    ) -> None:
+    def run(self, index: int, turn: Any, update: Callable[[Any, Numbers | None], None]) -> None:
         """Update bucket ``index``: run ``update``, capture and replay it, or replay it."""
         if not self._is_captured:
             update(turn, None)
             return
         if index not in self._graphs:
             graph = self._new_graph(next((other for other, _ in self._graphs.values()), None))
-            numbers: Numbers[Turn] = Numbers(self._device)
+            numbers = Numbers(self._device)
             with graph.capture():
                 update(turn, numbers)
             self._graphs[index] = graph, numbers

@@ -169,7 +169,7 @@ class Owned:
             tp_size=1 if settings.peers is None else settings.peers.size,
             most=max_batch_numel(self.device),
         )
-        self._captured: Captured[OneUpdate] | None = None
+        self._captured: Captured | None = None
         if settings.new_graph is not None:
             self._captured = Captured(self.device, settings.new_graph)
             self.reduced.stays = True
@@ -296,7 +296,7 @@ class Owned:
         addresses = tuple(tensor.data_ptr() for tensor in memory)
         return turn.leave_out, self.reduced.divide_by, addresses
 
-    def _update(self, index: int, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
+    def _update(self, index: int, turn: OneUpdate, numbers: Numbers | None) -> None:
         """Do what :meth:`update` does; with ``numbers``, for a captured update."""
         brought = self.host.bring(index)
         touched = [index]
@@ -322,7 +322,7 @@ class Owned:
         index: int,
         brought: Mapping[Form, Tensor],
         turn: OneUpdate,
-        numbers: Numbers[OneUpdate] | None,
+        numbers: Numbers | None,
     ) -> None:
         """Average and rescale the gradients of bucket ``index``, and open its masters and
         states. Gradients that are kept as they arrived become float32 for their rule alone.
@@ -340,7 +340,7 @@ class Owned:
         for form in self._opening[index]:
             form.open(brought.get(form, form.memory))
 
-    def _run(self, update: UpdateSet, turn: OneUpdate, numbers: Numbers[OneUpdate] | None) -> None:
+    def _run(self, update: UpdateSet, turn: OneUpdate, numbers: Numbers | None) -> None:
         """Run a rule on those of its parameters that are not left out."""
         names: list[str] = []
         views: list[Seen] = []
