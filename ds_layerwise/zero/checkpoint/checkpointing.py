@@ -644,6 +644,8 @@ class Checkpointing:
         masters_win = not load.weights_win and (
             load.masters_only
             or load.header.dtypes != self._weights_in
+            # A parameter with another optimizer may have been rounded in another way.
+            or (run.config.param_wire and not self._rules.items() <= load.header.rules.items())
             or bool(pipeline.shared_modules(run.model))
         )
         owned.take_back(plan.loaded, masters_win=masters_win)

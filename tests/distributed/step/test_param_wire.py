@@ -255,3 +255,14 @@ class TestCheckpoints(DistributedTest):
             train_engines((engine, plain), 1, first=3 + step)
         assert_same_masters(engine, plain)
         assert_same_on_all_ranks(plain.module)
+
+    @pytest.mark.world_size([2])
+    def test_masters_stay_where_another_optimizer_rounds_weights_otherwise(self, tmp_path):
+        entries = {True: [], False: [{"name": "tall.weight", "optimizer": "adamw"}]}
+        for is_matrix in (True, False):
+            first, then = (started(layerwise={"overrides": entries[now], "on_optimizer_change": "reset"})
+                           for now in (is_matrix, not is_matrix))
+            train_engine(first, 1).save_checkpoint(tmp_path, tag=f"{is_matrix}")
+            then.load_checkpoint(tmp_path, tag=f"{is_matrix}")
+            found, expected = (safe_get_full_fp32_param(each.module.tall.weight) for each in (then, first))
+            assert torch.equal(found, expected)
