@@ -9,7 +9,7 @@ from __future__ import annotations
 #: Functions for lists of tensors, with one kernel for many. torch.optim is built on them; the public functions take one
 #: tensor.
 FOREACH = (
-    "add add_ addcmul_ copy_ div_ lerp lerp_ mul_ neg_ norm sign_ sqrt sub_"
+    "add add_ addcmul_ copy_ div_ lerp lerp_ mul mul_ neg_ norm sign_ sqrt sub sub_"
 ).split()
 
 _GLOO = "torch.distributed.distributed_c10d.ProcessGroupGloo"

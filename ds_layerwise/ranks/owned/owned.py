@@ -346,7 +346,7 @@ class Owned:
         views: list[Seen] = []
         for name in update.names:
             if name not in turn.leave_out:
-                stays = self._gradient(name).dtype == torch.float32
+                stays = self.reduced.piece(name).dtype == torch.float32
                 own = self._views_once.get(name) if stays else None
                 if own is None:
                     own = self._make_views(name, turn)
