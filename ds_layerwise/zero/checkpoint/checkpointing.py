@@ -643,9 +643,7 @@ class Checkpointing:
         # those of a module that layers of a pipeline share; the same on all ranks.
         masters_win = not load.weights_win and (
             load.masters_only
-            or load.header.dtypes != self._weights_in
-            # A parameter with another optimizer may have been rounded in another way.
-            or (run.config.param_wire and not self._rules.items() <= load.header.rules.items())
+            or self._rounds_otherwise(load.header)
             or bool(pipeline.shared_modules(run.model))
         )
         owned.take_back(plan.loaded, masters_win=masters_win)
@@ -669,6 +667,14 @@ class Checkpointing:
         if load.masters and not load.universal and masters_win:
             self.weights_from_masters()
         self._report(load, plan.reasons)
+
+    def _rounds_otherwise(self, header: Header) -> bool:
+        """Tell whether this run may round masters to other weights than the saved run."""
+        if header.dtypes != self._weights_in:
+            return True
+        # Whether a matrix is rounded to MXFP8 depends on its optimizer.
+        in_mxfp8 = self._run.config.param_wire is not None
+        return in_mxfp8 and not self._rules.items() <= header.rules.items()
 
     def _resumed(self, header: Header, *schedule: Any) -> list[resumed_groups.ResumedGroup]:
         run = self._run
