@@ -33,11 +33,11 @@ ParamWire = Literal["mxfp8"]
 MXFP8: ParamWire = "mxfp8"
 
 #: The number of elements of a block, and of a group of blocks.
-_BLOCK = 32
-GROUP = 16 * _BLOCK
+BLOCK = 32
+GROUP = 16 * BLOCK
 
 #: The bytes of a group.
-GROUP_BYTES = GROUP + GROUP // _BLOCK
+GROUP_BYTES = GROUP + GROUP // BLOCK
 
 #: The number of elements per operation, which takes about 15 bytes of memory for each.
 _AT_A_TIME = 1 << 22
@@ -80,12 +80,12 @@ def rounded(values: Tensor, out: Tensor | None = None) -> Tensor:
 
 def any_of_block(marks: Tensor) -> Tensor:
     """Return 1-D bool ``marks``, true for all elements of a block if one is."""
-    return _blocks(marks).any(-1).repeat_interleave(_BLOCK)[: marks.numel()]
+    return _blocks(marks).any(-1).repeat_interleave(BLOCK)[: marks.numel()]
 
 
 def _blocks(values: Tensor) -> Tensor:
     """Return the blocks of ``values``, with zeros up to a whole group."""
-    return torch.nn.functional.pad(values, (0, -values.numel() % GROUP)).view(-1, _BLOCK)
+    return torch.nn.functional.pad(values, (0, -values.numel() % GROUP)).view(-1, BLOCK)
 
 
 def _encoded(values: Tensor) -> Tensor:
@@ -98,11 +98,11 @@ def _encoded(values: Tensor) -> Tensor:
     # Not every torch makes 448 of what exceeds it.
     elements = (blocks / divisors).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
     of_groups = elements.view(torch.uint8).view(-1, GROUP)
-    return torch.cat([of_groups, scales.view(-1, GROUP // _BLOCK)], 1)
+    return torch.cat([of_groups, scales.view(-1, GROUP // BLOCK)], 1)
 
 
 def _decoded(groups: Tensor) -> Tensor:
     """Return what :func:`_encoded` got, 1-D bfloat16 up to a whole group."""
     elements = groups[:, :GROUP].view(torch.float8_e4m3fn).to(torch.bfloat16)
     scales = groups[:, GROUP:].view(torch.float8_e8m0fnu).to(torch.bfloat16)
-    return elements.reshape(-1, _BLOCK).mul_(scales.reshape(-1, 1)).view(-1)
+    return elements.reshape(-1, BLOCK).mul_(scales.reshape(-1, 1)).view(-1)

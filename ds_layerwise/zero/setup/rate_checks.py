@@ -13,6 +13,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.any_torch import AnyTorch
 from ds_layerwise.optimizers.dtypes import BLOCK, MOST_KEPT, SCALED
 from ds_layerwise.optimizers.fields import NonNegative, check
+from ds_layerwise.optimizers.mxfp8 import BLOCK as BLOCK_OF_MXFP8
 from ds_layerwise.optimizers.mxfp8 import GROUP
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.routing.routes import ParamGroups, Routes
@@ -310,9 +311,18 @@ def _check_param_wire(specs: Sequence[ParamSpec], config: LayerWiseConfig) -> No
             f"are sent together with their scales; set it to a multiple of {GROUP}"
         )
     for spec in specs:
-        if spec.whole and len(spec.shape) < 2 and spec.dtype == "bfloat16":
+        if not spec.whole or spec.dtype != "bfloat16":
+            continue
+        if len(spec.shape) < 2:
             raise ConfigError(
                 f"{where}, and {spec.name}, which is no matrix, has one owner: vectors lose too "
                 'much in so few bits; give its optimizer "split": "element" (scalar_params, or '
                 "layerwise.client_optimizer) if it is element-wise, or remove it"
+            )
+        *stack, rows, cols = spec.shape
+        if stack and spec.ep_size > 1 and rows * cols % BLOCK_OF_MXFP8:
+            raise ConfigError(
+                f"{where}, and the matrices of {spec.name} are {rows} x {cols}: blocks of "
+                f"{BLOCK_OF_MXFP8} elements would hold parts of two experts, so that a resume on "
+                "other ranks would round them otherwise; remove it"
             )

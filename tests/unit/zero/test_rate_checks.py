@@ -6,8 +6,10 @@ import re
 import pytest
 from deepspeed.runtime import lr_schedules
 
-from ds_layerwise.config.sections import OptimizerConfig
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.zero.setup import rate_checks
 from ds_layerwise.zero.setup.rate_checks import PEAKS, check_peaks
 from tests.support.rooms import rooms
 
@@ -84,3 +86,16 @@ def test_a_rate_that_no_parameter_has_is_not_multiplied(used, refused):
     with pytest.raises(ConfigError, match="adam_lr 0.06667 instead of 0.001"):
         check("WarmupLR", {"warmup_max_lr": 0.02}, used={0: {"scalar_lr_ratio"}},
               optimizer={**PARAMS, "adam_lr": 1e-3})
+
+
+@pytest.mark.parametrize("shape, ep_size, is_wrong", [
+    ((4, 9, 8), 2, True), ((4, 9, 8), 1, False), ((4, 8, 8), 2, False), ((9, 8), 2, False)])
+def test_no_block_of_mxfp8_holds_parts_of_two_experts(shape, ep_size, is_wrong):
+    config = LayerWiseConfig.from_section({"param_wire": "mxfp8", "alignment": 512})
+    specs = [ParamSpec("experts", shape, "bfloat16", True, ep_size=ep_size),
+             ParamSpec("norm.weight", (7,), "bfloat16", False)]
+    if is_wrong:
+        with pytest.raises(ConfigError, match="the matrices of experts are 9 x 8: blocks of 32 elements would hold"):
+            rate_checks._check_param_wire(specs, config)
+    else:
+        rate_checks._check_param_wire(specs, config)
