@@ -100,7 +100,7 @@ class TestPreconditioned(DistributedTest):
         saved, found = torch.load(runs / "4" / "expected.pt"), whole_states(muon)
         for name in MATRICES.keys() & {name for name, _ in found}:
             assert torch.equal(found[name, "momentum_buffer"].flatten(), saved[name, "exp_avg"].flatten()), name
-            assert "soap before, muon now, continued from" in muon.optimizer.fresh_states[name] or name == "flat.weight"
+            assert "muon now; momentum_buffer goes on" in muon.optimizer.fresh_states[name] or name == "flat.weight"
         with pytest.raises(LayerWiseError, match="was updated by (kl_)?(soap|shampoo) .*this run updates it by muon"):
             start(Net(), ds_config()).load_checkpoint(runs / "4", tag="regular")
 

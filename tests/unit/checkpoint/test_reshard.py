@@ -290,7 +290,7 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
     assert set(plan.restarts["a"]) == set(rule.state_keys) - kept and torch.equal(own.master, saved.master)
     assert bool(own.state["momentum_buffer"].any()) is bool(kept) and not own.state["moment2_buffer"].any()
     assert plan.reasons["a"] == "normuon with states of other shapes before (moment2_buffer (1, 4), now (3, 1))" + (
-        ", continued from momentum_buffer" if kept else "")
+        "; momentum_buffer goes on from momentum_buffer" if kept else "")
 
 
 @pytest.mark.parametrize("was, now, goes_on", [("parts q 2", "parts q 1 x 2", False), ("a", "a", True), ("", "a", True),
