@@ -118,7 +118,9 @@ class Captured:
             key: all that the update depends on, beside its numbers; None not to capture it.
         """
         self._is_captured = key is not None and key == self._key
-        if key is not None and not self._is_captured:
+        # Bucket 0 is the last to be captured: without it, an error has ended the captures, and each
+        # may open buckets for others.
+        if key is not None and not (self._is_captured and 0 in self._graphs):
             self._graphs.clear()
             self._key = key
 

@@ -44,8 +44,8 @@ def as_on_a_device(monkeypatch):
     PlayedGraph.made.clear()
 
 
-def owned(new_graph, *, dtype=torch.bfloat16, master_dtype="float32", bucket_numel=600, **params):
-    """Rank 0 of 2 with its shards, in memory that has nothing of another."""
+def owned(new_graph, *, dtype=torch.bfloat16, master_dtype="float32", bucket_numel=600, size=2, **params):
+    """Rank 0 of ``size`` with its shards, in memory that has nothing of another."""
     model = Net().to(dtype)
     products = {} if params.get("matrix_optimizer") == "rmnp" else {"ns_dtype": "fp32"}
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
@@ -54,7 +54,7 @@ def owned(new_graph, *, dtype=torch.bfloat16, master_dtype="float32", bucket_num
     routes = route_parameters(model, optimizer.param_groups, recipes=config.recipes)
     named = {name: param.detach() for name, param in model.named_parameters()}
     specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in named.items()), routes)
-    layout = plan_layout(specs, 2, bucket_numel=bucket_numel)
+    layout = plan_layout(specs, size, bucket_numel=bucket_numel)
     buffer = FlatBuffer(layout, CPU, fill=lambda name, place: place.copy_(named[name].reshape(-1)))
     settings = OwnedSettings({spec.name: (spec.name,) for spec in specs}, batch_matrices=True, on_host=(),
                              pin_memory=False, master_dtype=master_dtype, rounding_seed=0, peers=None,
@@ -175,6 +175,38 @@ def test_a_change_is_captured_again():
             update(*each, number, **STEPS[2])
         same(played[1], plain[1])
     assert len(PlayedGraph.made) > made
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_captures_that_an_error_has_ended_are_made_again(at, monkeypatch):
+    """A bucket opens others, whose gradients would be rescaled a second time by a capture beside old ones."""
+    shape = {"size": 1, "bucket_numel": 300, "matrix_optimizer": "polargrad"}
+    plain, played = owned(None, **shape), owned(PlayedGraph, **shape)
+    assert any({0, 3} <= {*sets.buckets} for sets in played[1]._updates[3])
+    for each in (plain, played):
+        update(*each, 0)
+    made, run = [], captured.Captured.run
+
+    def fails(self, index, turn, update):
+        if index == at:
+            raise MemoryError("at a capture")
+        made.append(index)
+        run(self, index, turn, update)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(captured.Captured, "run", fails)
+        update(*played, 1, **STEPS[1])
+    assert made and len(PlayedGraph.made) == len(made)
+    # A load follows.
+    for name, states in plain[1].states.items():
+        for key in ("fp32", *states):
+            played[1].set_value(name, key, plain[1].value(name, key).clone())
+    for masters in played[1].masters:
+        masters.to_values()
+    for number in (1, 2, 3):
+        for each in (plain, played):
+            update(*each, number, **STEPS[number])
+        same(played[1], plain[1])
 
 
 def test_a_watched_update_runs_as_it_is_and_the_next_is_a_replay():
