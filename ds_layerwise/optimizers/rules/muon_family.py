@@ -201,18 +201,41 @@ class MatrixMomentum(UpdateHooks, KeptMomentum):
             site = replace(site, cut=None)
         shapes = [(*param.shape[:-2], *_whole(param.shape, site.cut)) for param in params]
         groups = batches(shapes, max_batch_numel(params[0].device))
-        for mode, together in self.rounds(groups, shapes, site.cut):
+        for mode, together in self._rounds(groups, shapes, site.cut):
             self._update_round(together, mode, params, grads, states, hyper, site)
             self._clip_(together, mode, params, site.cut)
 
-    def rounds(
+    def _rounds(
         self,
         groups: Sequence[list[Some]],
         shapes: Sequence[Shape],
         cut: tuple[Axis, ShardPeers] | None,
     ) -> list[tuple[TpMode, list[list[Some]]]]:
-        """Return the groups to update together, and how."""
-        return [("duplicated", [group]) for group in groups]
+        """Return the groups to update together, and how: with owners, up to about a full batch for
+        each rank.
+        """
+        if cut is None:
+            return [("duplicated", [group]) for group in groups]
+        axis, peers = cut
+        rounds: list[tuple[TpMode, list[list[Some]]]] = []
+        owners = min(peers.size, sum(math.prod(shape[:-2]) for shape in shapes))
+        room = 0
+        for group in groups:
+            shape = shapes[group[0].tensor][-2:]
+            mode = self.mode_of(shape, axis, peers.size, owners)
+            if mode != "owner":
+                rounds.insert(0, (mode, [group]))
+                continue
+            if room <= 0:
+                rounds.append((mode, []))
+                room = peers.size * MAX_BATCH_NUMEL
+            rounds[-1][1].append(group)
+            room -= math.prod(shape) * sum(some.stop - some.start for some in group)
+        return rounds
+
+    def mode_of(self, shape: Shape, axis: Axis, size: int, owners: int) -> TpMode:
+        """Return the method for ``(rows, cols)`` matrices that are cut along ``axis``."""
+        return "duplicated"
 
     def directions_of(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
         """Return new matrices for ``matrices``, a list of ``(k, rows, cols)`` in float32."""
@@ -390,33 +413,9 @@ class Orthogonalized(MatrixMomentum):
         ns_dtype = "fp32" if self.ns_coefficients in NEED_FLOAT32 else self.ns_dtype
         return compute_dtype(ns_dtype, self.ns_method, fast_dtypes)
 
-    def rounds(
-        self,
-        groups: Sequence[list[Some]],
-        shapes: Sequence[Shape],
-        cut: tuple[Axis, ShardPeers] | None,
-    ) -> list[tuple[TpMode, list[list[Some]]]]:
-        """Return the groups to update together, and how: with owners, up to about a full batch for
-        each rank.
-        """
-        if cut is None:
-            return [("duplicated", [group]) for group in groups]
-        axis, peers = cut
-        rounds: list[tuple[TpMode, list[list[Some]]]] = []
-        owners = min(peers.size, sum(math.prod(shape[:-2]) for shape in shapes))
-        room = 0
-        for group in groups:
-            shape = shapes[group[0].tensor][-2:]
-            mode = self._cut(shape, axis, peers.size).mode(self.muon_tp_mode, owners)
-            if mode != "owner":
-                rounds.insert(0, (mode, [group]))
-                continue
-            if room <= 0:
-                rounds.append((mode, []))
-                room = peers.size * MAX_BATCH_NUMEL
-            rounds[-1][1].append(group)
-            room -= math.prod(shape) * sum(some.stop - some.start for some in group)
-        return rounds
+    def mode_of(self, shape: Shape, axis: Axis, size: int, owners: int) -> TpMode:
+        """Return the mode of ``muon_tp_mode``."""
+        return self._cut(shape, axis, size).mode(self.muon_tp_mode, owners)
 
     def directions_of(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
         """Return them orthogonalised."""
