@@ -126,3 +126,18 @@ class TestWrittenWeights:
         weights, before = rounded(masters), masters.clone()
         assert not follows(masters, weights, in_mxfp8=True)
         assert torch.equal(masters[4:], before[4:]) and torch.equal(masters[:3], before[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e5, 1e-20, 1e-36, 1e30])
+def test_torchao_has_the_same_codes_and_scales(size, dtype):
+    """Compare with another implementation, in the mode of the specification."""
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+    draw = torch.Generator().manual_seed(0)
+    spread = torch.exp(3 * torch.randn(64 * GROUP, generator=draw))
+    values = (torch.randn(64 * GROUP, generator=draw) * size * spread).to(dtype)
+    values[:32] = 0
+    scales, codes = to_mx(values, torch.float8_e4m3fn, 32, ScaleCalculationMode.FLOOR)
+    groups = encode(values).view(64, -1)
+    assert torch.equal(groups[:, :GROUP].reshape(-1), codes.view(torch.uint8).reshape(-1))
+    assert torch.equal(groups[:, GROUP:].reshape(-1), scales.view(torch.uint8).reshape(-1))
