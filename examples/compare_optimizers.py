@@ -1,17 +1,22 @@
-"""Several optimizers on the small GPT of train_gpt.py: one table, one plot.
+"""Several optimizers on the GPT of train_gpt.py: one table, one picture of two curves.
 
     python examples/compare_optimizers.py --ranks 2 --steps 100
+    python examples/compare_optimizers.py --size 127m
     python examples/compare_optimizers.py ds_configs/soap.json --ranks 1 --steps 100 --seed 1
     python examples/compare_optimizers.py --ranks 1 --rates 0.5 1 2 --seeds 5
 
-Without configurations these are stock AdamW, stock Muon with and without its clipping, and
-LayerWiseMuon. Every configuration is one ``deepspeed`` run of train_gpt.py, one after the other, on
-the same windows from the same weights; with --rates one for each multiple of its learning rate
-(AdamW's, or that of matrices). With --seeds the best of these rates by validation is run with
-more seeds, and the table has means and standard deviations. Options that this script does not know
-(--width, --data, --seed, ...) go to train_gpt.py, with the words after each, up to the next option
-or configuration. A word that ends in .json is a configuration. Into --out go results.csv, loss.png,
-and for each run a folder with its config.json and log.txt.
+Without configurations these are stock AdamW, stock Muon without its clipping (in the small size
+with it, too), and LayerWiseMuon. Every configuration is one run of train_gpt.py, one after the
+other, on the same windows from the same weights; with --rates one for each multiple of its learning
+rate (AdamW's, or that of matrices). With --seeds the best of these rates by validation is run with
+more seeds, and the table has means and standard deviations. --size 127m is a GPT for the GPUs of a
+node, in bfloat16; its batches, buckets and warm-up take the place of those of configurations.
+
+Options that this script does not know (--width, --data, --seed, ...) go to train_gpt.py, with the
+words after each, up to the next option or configuration. A word that ends in .json is a
+configuration. Into --out go results.csv, loss.png (loss over tokens, and over seconds of training),
+and for each run a folder with its config.json, log.txt, metrics.csv and summary.json. A run that
+fails is in the table as such, the others go on, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,47 +24,98 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
-import socket
+import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent
 CONFIGS = EXAMPLES.parent / "ds_configs"
-DEFAULT_CONFIGS = ("stock_adamw", "stock_muon", "stock_muon_noclip", "quickstart")
-COLUMNS = (
-    "config",
-    "optimizer",
-    "clipping",
-    "rate",
-    "seed",
+
+#: What a run has ended with, in its summary.json; of memory the fullest rank's.
+MEASURED = (
+    "tokens",
+    "seconds",
     "train_loss",
     "validation_bits_per_byte",
+    "tokens_per_s",
     "ms_per_step",
+    "memory_gib",
     "checkpoint_bytes",
 )
+COLUMNS = ("config", "optimizer", "clipping", "rate", "seed", "exit_code", *MEASURED)
 #: Options that are not for train_gpt.py.
-OPTIONS = ("-h", "--help", "--steps", "--ranks", "--rates", "--seeds", "--out")
+OPTIONS = ("-h", "--help", "--size", "--steps", "--ranks", "--rates", "--seeds", "--out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A size of runs: the configurations and steps without others, options of train_gpt.py, and
+    what takes the place of configurations' own settings, section by section."""
+
+    configs: tuple[str, ...]
+    steps: int
+    options: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+SIZES = {
+    "2m": Size(configs=("stock_adamw", "stock_muon", "stock_muon_noclip", "quickstart"), steps=100),
+    # 16 windows a rank: a rank computes 15 TFLOP a step.
+    "127m": Size(
+        configs=("stock_adamw", "stock_muon_noclip", "quickstart"),
+        steps=1000,
+        options=(
+            *("--layers", "10", "--width", "1024", "--heads", "8", "--context", "1024"),
+            *("--data", "installed", "--eval_every", "100", "--no-save"),
+        ),
+        settings={
+            "train_micro_batch_size_per_gpu": 16,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 50_000_000},
+            "scheduler": {"params": {"warmup_num_steps": 100}},
+            "timers": {"throughput": {"synchronized": False}},
+        },
+    ),
+}
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments of this script in ``argv``, and the unknown ones."""
     parser = argparse.ArgumentParser(
-        description="Compare optimizers on the small GPT of train_gpt.py.", allow_abbrev=False
+        description="Compare optimizers on the GPT of train_gpt.py.", allow_abbrev=False
     )
     parser.add_argument(
         "configs",
         nargs="*",
         type=Path,
-        help=f"DeepSpeed configurations (default: {', '.join(DEFAULT_CONFIGS)} of ds_configs)",
+        help="DeepSpeed configurations (default: "
+        + "; ".join(f"{name}: {', '.join(size.configs)}" for name, size in SIZES.items())
+        + " of ds_configs)",
     )
     parser.add_argument(
-        "--steps", type=int, default=100, help="optimizer steps of each run (default: 100)"
+        "--size", choices=SIZES, default="2m", help="parameters of the GPT (default: 2m)"
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes of each run (default: 2)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="optimizer steps of each run (default: "
+        + ", ".join(f"{name}: {size.steps}" for name, size in SIZES.items())
+        + ")",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="processes of each run (default: one for each visible device, 2 on a CPU)",
+    )
     parser.add_argument(
         "--rates",
         type=float,
@@ -85,43 +141,81 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             into = configs if word.endswith(".json") else options
         into.append(word)
     args = parser.parse_args([*configs, *known])
-    args.configs = args.configs or [CONFIGS / f"{name}.json" for name in DEFAULT_CONFIGS]
-    for config in args.configs:
-        if not config.is_file():
-            parser.error(f"{config}: no such configuration")
+    size = SIZES[args.size]
+    args.configs = args.configs or [CONFIGS / f"{name}.json" for name in size.configs]
+    args.steps = size.steps if args.steps is None else args.steps
     if len({config.stem for config in args.configs}) < len(args.configs):
         parser.error(
             "two configurations have the same name, and a run is named after its configuration"
         )
     if min(args.rates) <= 0 or len(set(args.rates)) < len(args.rates):
         parser.error(f"--rates must be different numbers greater than 0, got {args.rates}")
-    if args.seeds < 1:
-        parser.error(f"--seeds must be at least 1, got {args.seeds}")
+    if min(args.seeds, args.steps) < 1:
+        parser.error(f"--seeds and --steps must be at least 1, got {args.seeds} and {args.steps}")
     if args.seeds > 1 and any(word.partition("=")[0] == "--seed" for word in rest):
         parser.error("--seeds chooses the seeds 0, 1, ...: leave out --seed")
-    return args, rest
+    for config in args.configs:
+        try:
+            settings = json.loads(config.read_text())
+        except OSError as error:
+            parser.error(f"{config}: no such configuration: {error.strerror}")
+        except json.JSONDecodeError as error:
+            parser.error(f"{config}: not JSON: {error}")
+        if args.rates != [1.0] and with_rate(settings, 1.0)[1] is None:
+            parser.error(f"{config}: no learning rate that --rates could multiply: give muon_lr")
+    if (args.out / "results.csv").exists():
+        parser.error(f"--out {args.out} has the results of another comparison: name another folder")
+    args.ranks = _ranks(parser, args.ranks)
+    return args, [*size.options, *rest]
 
 
-def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], float]:
-    """Return ``settings`` with the learning rate of matrices times ``factor``, and that rate.
+def _ranks(parser: argparse.ArgumentParser, asked: int | None) -> int:
+    """Return the number of ranks: ``asked``, or as many as there are devices."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    devices = 2 if on_cpu else accelerator.device_count()
+    ranks = devices if asked is None else asked
+    if ranks < 1 or not on_cpu and ranks > devices:
+        most = "" if on_cpu else f" to {devices}, the visible devices"
+        parser.error(f"--ranks must be from 1{most}, got {ranks}")
+    return ranks
+
+
+def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with ``changes``; a section that both have is merged likewise."""
+    result = dict(settings)
+    for key, value in changes.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, dict) else value
+    return result
+
+
+def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], float | None]:
+    """Return ``settings`` with the learning rate of matrices times ``factor``, and that rate; None
+    where the configuration leaves it to the optimizer, which takes a ``factor`` of 1.
 
     Stock AdamW has one rate for everything. Stock Muon and ours have ``muon_lr``, or ``lr`` where
     that is not given.
     """
-    params = settings["optimizer"]["params"]
-    rate = factor * params.get("muon_lr", params.get("lr"))
-    key = "lr" if settings["optimizer"]["type"] == "AdamW" else "muon_lr"
-    changed = params if factor == 1 else {**params, key: rate}
-    return {**settings, "optimizer": {**settings["optimizer"], "params": changed}}, rate
+    section = settings.get("optimizer", {})
+    params = section.get("params", {})
+    rate = params.get("muon_lr", params.get("lr"))
+    if factor == 1:
+        return settings, rate
+    key = "lr" if section["type"] == "AdamW" else "muon_lr"
+    return merged(settings, {"optimizer": {"params": {key: factor * rate}}}), factor * rate
 
 
 def run(
     config: Path, factor: float, seed: int, args: argparse.Namespace, rest: list[str]
 ) -> dict[str, Any]:
-    """Train with ``config``, ``factor`` times its rate, and ``seed``; return the row of the table.
+    """Train with ``config``, ``factor`` times its rate, and ``seed``.
 
-    Raises:
-        SystemExit: the run failed. The message has the end of its log.
+    Returns:
+        The row of results.csv. Of a run that failed ``exit_code`` is not 0, and what is MEASURED is
+        None; the end of its log is printed.
     """
     name = config.stem if factor == 1 else f"{config.stem} x {factor:g}"
     if seed:
@@ -131,138 +225,191 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
     settings, rate = with_rate(json.loads(config.read_text()), factor)
-    (out / "config.json").write_text(json.dumps(settings))
+    (out / "config.json").write_text(json.dumps(merged(settings, SIZES[args.size].settings)))
     print(f"{name}: {args.steps} steps on {args.ranks} ranks, log in {log}", flush=True)
     command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_accelerators",
-        str(args.ranks),
-        "--master_port",
-        str(_free_port()),
-        str(EXAMPLES / "train_gpt.py"),
-        "--deepspeed_config",
-        str(out / "config.json"),
-        "--steps",
-        str(args.steps),
-        "--out",
-        str(out),
-        *rest,
+        # This launcher leaves CUDA_VISIBLE_DEVICES as it is, and finds a free port. The address
+        # keeps it from the name of the machine, which may lead nowhere.
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local_addr", "127.0.0.1", "--nproc_per_node", str(args.ranks)),
+        *(str(EXAMPLES / "train_gpt.py"), "--deepspeed_config", str(out / "config.json")),
+        *("--steps", str(args.steps), "--out", str(out), *rest),
     ]
-    # Stock Muon compiles its kernels for each shape. On a CPU that takes longer than such a run
-    # trains.
-    environment = {"TORCHDYNAMO_DISABLE": "1", **os.environ}
-    with open(log, "w") as file:
-        code = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment
-        ).returncode
+    code = _train(command, log)
     if code:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-        raise SystemExit(f"{tail}\ncompare_optimizers.py: the run of {config} failed, see {log}")
-    summary = json.loads((out / "summary.json").read_text())
-    optimizer = settings["optimizer"]["params"].get(
-        "matrix_optimizer", settings["optimizer"]["type"]
-    )
+        lines = log.read_text(errors="replace").splitlines()
+        # From here on it is the launcher's own traceback, which says nothing of the ranks'.
+        of_ranks = takewhile(
+            lambda line: "torch/distributed/elastic/multiprocessing" not in line, lines
+        )
+        tail = "\n".join(list(of_ranks)[-20:])
+        print(f"{tail}\ncompare_optimizers.py: the run of {config} failed, see {log}", flush=True)
+        measured = dict.fromkeys(MEASURED)
+    else:
+        summary = json.loads((out / "summary.json").read_text())
+        measured = {key: summary[key] for key in MEASURED}
+        measured["memory_gib"] = max(measured["memory_gib"])
+    section = settings.get("optimizer", {})
     return {
         "config": name,
-        "optimizer": optimizer,
+        "optimizer": section.get("params", {}).get("matrix_optimizer", section.get("type")),
         "clipping": settings.get("gradient_clipping"),
         "rate": rate,
         "seed": seed,
-        **{key: summary[key] for key in COLUMNS[5:]},
+        "exit_code": code,
+        **measured,
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _train(command: list[str], log: Path) -> int:
+    """Run ``command`` with its output in ``log``, and return its exit code. What interrupts this
+    process ends the ranks first."""
+    from deepspeed.accelerator import get_accelerator
+
+    environment = dict(os.environ)
+    if get_accelerator().device_name() == "cpu":
+        # Stock Muon compiles its kernels for each shape. On a CPU that takes longer than such a
+        # run trains.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    with (
+        open(log, "w") as file,
+        subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment
+        ) as process,
+    ):
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, in columns of one width each."""
+    cells = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(
+        f"| {row[0]:<{widths[0]}} | {' | '.join(map(str.rjust, row[1:], widths[1:]))} |"
+        for row in (header, rule, *cells[1:])
+    )
+
+
+def _takes(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Return the median speed of ``rows`` and the most memory, as tables have them."""
+    speed = statistics.median(row["tokens_per_s"] for row in rows)
+    return f"{speed:,.0f}", f"{max(row['memory_gib'] for row in rows):.2f}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows in Markdown."""
-    lines = [
-        "| config | optimizer | clipping | learning rate of matrices | train loss | validation "
-        "bits/byte | ms/step (median) | checkpoint MB |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    """Return all runs in Markdown."""
+    cells = []
     for row in rows:
-        clipping = "default" if row["clipping"] is None else row["clipping"]
-        lines.append(
-            f"| {row['config']} | {row['optimizer']} | {clipping} | {row['rate']:g} | "
-            f"{row['train_loss']:.3f} | {row['validation_bits_per_byte']:.3f} | "
-            f"{row['ms_per_step']:.0f} | {row['checkpoint_bytes'] / 1e6:.1f} |"
-        )
-    return "\n".join(lines)
+        if row["exit_code"]:
+            cells.append((row["config"], "failed", "", "", ""))
+            continue
+        losses = f"{row['train_loss']:.3f}", f"{row['validation_bits_per_byte']:.3f}"
+        cells.append((row["config"], *losses, *_takes([row])))
+    return markdown(("optimizer", "train loss", "validation", "tokens/s", "GiB a rank"), cells)
 
 
 def table_of_seeds(tuned: dict[str, list[dict[str, Any]]]) -> str:
     """Return means and standard deviations over the seeds of each configuration, in Markdown."""
-    lines = [
-        "| config | rate | validation bits/byte | ms/step (median) | checkpoint MB |",
-        "|---|--:|--:|--:|--:|",
-    ]
+    cells = []
     for name, rows in tuned.items():
         bits = [row["validation_bits_per_byte"] for row in rows]
-        speed = statistics.median(row["ms_per_step"] for row in rows)
-        size = rows[0]["checkpoint_bytes"] / 1e6
-        lines.append(
-            f"| {name} | {rows[0]['rate']:g} | {statistics.mean(bits):.3f} ± "
-            f"{statistics.stdev(bits):.3f} | {speed:.0f} | {size:.1f} |"
-        )
-    return "\n".join(lines)
+        spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
+        mean = f"{statistics.mean(bits):.3f}{spread}"
+        cells.append((name, f"{rows[0]['rate'] or 0:g}", mean, *_takes(rows)))
+    return markdown(("optimizer", "rate", "validation", "tokens/s", "GiB a rank"), cells)
 
 
-def write_plot(curves: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """Draw the training losses as loss.png: a line for each entry, the mean of its runs between
-    their least and greatest."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no loss.png: pip install matplotlib draws one")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, rows in curves.items():
-        losses: dict[int, list[float]] = {}
-        for row in rows:
-            with open(out / row["config"] / "metrics.csv", newline="") as file:
-                for line in csv.DictReader(file):
-                    losses.setdefault(int(line["step"]), []).append(float(line["train_loss"]))
-        steps = list(losses)
-        axes.plot(steps, [statistics.mean(values) for values in losses.values()], label=name)
-        low, high = ([pick(values) for values in losses.values()] for pick in (min, max))
-        axes.fill_between(steps, low, high, alpha=0.2)
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)")
-    axes.legend()
-    figure.savefig(out / "loss.png", dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+def read_metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """Return tokens, seconds and training loss of a run, by step."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return {
+            int(line["step"]): {
+                key: float(line[key]) for key in ("tokens", "seconds", "train_loss")
+            }
+            for line in csv.DictReader(file)
+        }
 
 
-def main() -> None:
-    args, rest = parse_arguments(sys.argv[1:])
-    rows, tuned = [], {}
-    for config in args.configs:
-        tried = [(run(config, factor, 0, args, rest), factor) for factor in args.rates]
-        rows += [row for row, _ in tried]
-        best, factor = min(tried, key=lambda pair: pair[0]["validation_bits_per_byte"])
-        seeds = [run(config, factor, seed, args, rest) for seed in range(1, args.seeds)]
-        rows += seeds
-        tuned[config.stem] = [best, *seeds]
-    with open(args.out / "results.csv", "w", newline="") as file:
+def draw(curves: dict[str, list[Path]]) -> Any:
+    """Return the matplotlib figure of training losses over tokens, and over seconds of training: a
+    line for each entry, the mean of its runs between their least and greatest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for name, folders in curves.items():
+        runs = [read_metrics(folder) for folder in folders]
+        steps = list(runs[0])
+        losses = [[run[step]["train_loss"] for run in runs] for step in steps]
+        for panel, key in zip(panels, ("tokens", "seconds")):
+            x = [statistics.mean(run[step][key] for run in runs) for step in steps]
+            panel.plot(x, list(map(statistics.mean, losses)), label=name)
+            panel.fill_between(x, list(map(min, losses)), list(map(max, losses)), alpha=0.2)
+    panels[0].set(xlabel="tokens", ylabel="training loss (nats a byte)")
+    panels[1].set(xlabel="seconds of training")
+    panels[0].legend()
+    return figure
+
+
+def write_results(rows: list[dict[str, Any]], out: Path) -> None:
+    """Write results.csv."""
+    with open(out / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
+
+
+def _validation(tried: tuple[dict[str, Any], float]) -> float:
+    """Return what a run is judged by. One that diverged is behind all others."""
+    bits: float = tried[0]["validation_bits_per_byte"]
+    return math.inf if math.isnan(bits) else bits
+
+
+def main() -> int:
+    """Compare, and return the exit code: 1 if a run failed."""
+    args, rest = parse_arguments(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    draws = find_spec("matplotlib") is not None
+    if not draws:
+        print("there will be no loss.png: it takes matplotlib (pip install matplotlib)", flush=True)
+    rows: list[dict[str, Any]] = []
+
+    def trained(config: Path, factor: float, seed: int) -> dict[str, Any]:
+        rows.append(run(config, factor, seed, args, rest))
+        # After each run, so that an interrupted comparison has those before.
+        write_results(rows, args.out)
+        return rows[-1]
+
+    tuned = {}
+    for config in args.configs:
+        tried = [(trained(config, factor, 0), factor) for factor in args.rates]
+        ended = [each for each in tried if not each[0]["exit_code"]]
+        if ended:
+            best, factor = min(ended, key=_validation)
+            seeds = [trained(config, factor, seed) for seed in range(1, args.seeds)]
+            tuned[config.stem] = [best, *(row for row in seeds if not row["exit_code"])]
+    curves = tuned
     if args.seeds > 1:
-        write_plot(tuned, args.out)
         print(f"\n{table_of_seeds(tuned)}")
     else:
-        write_plot({row["config"]: [row] for row in rows}, args.out)
-    print(f"\n{table(rows)}\n\nresults in {args.out}")
+        curves = {row["config"]: [row] for row in rows if not row["exit_code"]}
+    if draws and curves:
+        folders = {name: [args.out / row["config"] for row in of] for name, of in curves.items()}
+        draw(folders).savefig(args.out / "loss.png", dpi=120)
+    print(
+        f"\n{table(rows)}\n\n"
+        "train loss: nats a byte, of the last steps; validation: bits a byte\n"
+        "tokens/s: of all ranks, without the first step\n"
+        "GiB: the most that the fullest rank had in use, on a CPU its whole process\n"
+        f"results in {args.out}"
+    )
+    return 1 if any(row["exit_code"] for row in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

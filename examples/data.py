@@ -1,5 +1,5 @@
-"""Text as bytes: the standard library's own source, or the user's files, cut into reproducible
-windows.
+"""Text as bytes: the standard library's own source, that of installed packages, or the user's
+files, cut into reproducible windows.
 
 A window is a function of the seed and of its number alone. Samples are numbered over all ranks and
 micro-batches, so a run of 2 ranks and a run of 1 rank with twice the micro-batch train on the same
@@ -23,6 +23,10 @@ word would be worse."""
 
 VALIDATION_FRACTION = 20
 """Every 20th file, or the last twentieth of fewer files, is held out."""
+
+INSTALLED = "installed"
+"""The path that stands for the source of all packages beside torch: some ten times the standard
+library's, and there without a network. A folder of this name is ``./installed``."""
 
 #: Tests, installed packages, and tables of characters and topics: large, and little like code.
 NOT_SOURCE = {
@@ -50,15 +54,14 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     """Read the user's file or folder, or without a path the standard library's source.
 
     Args:
-        path: a file, or a folder whose files are all read, hidden ones excepted.
+        path: a file, or a folder whose files are all read, hidden ones excepted; INSTALLED.
         context: the model's; each part of the corpus has to hold one window of it and the byte that
             follows.
 
     Raises:
         ValueError: there is nothing to read, too little for one window, or more than MAX_BYTES.
     """
-    files = _stdlib_files() if path is None else _user_files(Path(path))
-    source = f"the standard library's {len(files)} source files" if path is None else path
+    files, source = _files(path)
     size = sum(file.stat().st_size for file in files)
     if size > MAX_BYTES:
         raise ValueError(
@@ -74,17 +77,25 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     return Corpus(train=_tensor(train), validation=_tensor(validation), source=source)
 
 
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
+def _files(path: str | None) -> tuple[list[Path], str]:
+    """Return the files that ``path`` stands for, and a name for them."""
+    if path is None:
+        files = _sources(Path(sysconfig.get_paths()["stdlib"]))
+        return files, f"the standard library's {len(files)} source files"
+    if path == INSTALLED:
+        files = _sources(Path(torch.__file__).parents[1])
+        return files, f"{len(files)} source files of installed packages"
+    return _user_files(Path(path)), path
+
+
+def _sources(root: Path) -> list[Path]:
     files = [
         file
         for file in root.rglob("*.py")
-        if not NOT_SOURCE & set(file.relative_to(root).parts[:-1])
+        if file.is_file() and not NOT_SOURCE & set(file.relative_to(root).parts[:-1])
     ]
     if not files:
-        raise ValueError(
-            f"no standard library source under {root}; name a text of your own with --data PATH"
-        )
+        raise ValueError(f"no Python source under {root}; name a text of your own with --data PATH")
     return _by_relative_path(files, root)
 
 

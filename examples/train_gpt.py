@@ -6,6 +6,10 @@
 Only the line ``ds_layerwise.register()`` is particular to ds_layerwise. The rest is any DeepSpeed
 script; ``leave`` ends it as ``ds_layerwise.run`` would. Into --out go metrics.csv, summary.json,
 loss.png and checkpoint/.
+
+Seconds are those of training steps after the first of a start, which compiles and allocates:
+neither the start, nor validations, nor the save count. Memory is the most that a rank had in use
+at one time, in GiB: of a device's allocator, or on a CPU the whole process, with its libraries.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import csv
 import json
 import math
 import os
+import resource
 import statistics
 import time
 from pathlib import Path
@@ -23,7 +28,8 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from data import Corpus, load_corpus, training_windows, validation_windows
+from data import INSTALLED, Corpus, load_corpus, training_windows, validation_windows
+from deepspeed.accelerator import get_accelerator
 from model import GPT, GPTConfig
 from torch import Tensor
 from tqdm import tqdm
@@ -35,6 +41,8 @@ DEFAULT_STEPS = 200
 LOG_EVERY = 10
 COLUMNS = (
     "step",
+    "tokens",
+    "seconds",
     "train_loss",
     "lr",
     "grad_norm",
@@ -49,7 +57,10 @@ def parse_arguments() -> argparse.Namespace:
         description="Train a small GPT on bytes under the DeepSpeed launcher."
     )
     parser.add_argument(
-        "--data", metavar="PATH", help="a text, or a folder of texts (default: Python's own source)"
+        "--data",
+        metavar="PATH",
+        help=f"a text, or a folder of texts; {INSTALLED}: the source of installed packages "
+        "(default: Python's own)",
     )
     parser.add_argument(
         "--steps",
@@ -200,6 +211,8 @@ class Trainer:
         norm = self.engine.get_global_grad_norm()
         return {
             "step": step,
+            "tokens": step * self.tokens_per_step,
+            "seconds": sum(self.step_seconds[1:]),
             "train_loss": self.sum_over_ranks(sum(losses) / len(losses))[0] / self.world_size,
             "lr": "/".join(dict.fromkeys(f"{lr:.3g}" for lr in self.engine.get_lr())),
             "grad_norm": None if norm is None else float(norm),
@@ -207,6 +220,16 @@ class Trainer:
             "tokens_per_s": self.tokens_per_step / seconds,
             "validation_bits_per_byte": None,
         }
+
+    def memory_gib(self) -> list[float]:
+        """Return the most memory that each rank had in use so far."""
+        if self.engine.device.type == "cpu":
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        else:
+            peak = get_accelerator().max_memory_allocated()
+        of_ranks = [0.0] * self.world_size
+        of_ranks[self.rank] = peak / 2**30
+        return self.sum_over_ranks(*of_ranks)
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         total = torch.tensor(values, dtype=torch.float32, device=self.engine.device)
@@ -271,18 +294,21 @@ def write_plot(out: Path) -> None:
     pyplot.close(figure)
 
 
-def summarize(row: dict[str, Any], trainer: Trainer, out: Path) -> None:
+def summarize(row: dict[str, Any], memory: list[float], trainer: Trainer, out: Path) -> None:
     """Write summary.json, loss.png and the last line."""
-    median = statistics.median(trainer.step_seconds)
+    timed = trainer.step_seconds[1:] or trainer.step_seconds
     checkpoint_bytes = sum(
         file.stat().st_size for file in (out / "checkpoint").rglob("*") if file.is_file()
     )
     summary = {
         "steps": row["step"],
+        "tokens": row["tokens"],
+        "seconds": sum(timed),
         "train_loss": row["train_loss"],
         "validation_bits_per_byte": row["validation_bits_per_byte"],
-        "ms_per_step": 1000 * median,
-        "tokens_per_s": trainer.tokens_per_step / median,
+        "ms_per_step": 1000 * statistics.median(timed),
+        "tokens_per_s": trainer.tokens_per_step * len(timed) / sum(timed),
+        "memory_gib": memory,
         "checkpoint_bytes": checkpoint_bytes,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -290,7 +316,7 @@ def summarize(row: dict[str, Any], trainer: Trainer, out: Path) -> None:
     print(
         f"done: {summary['steps']} steps, train loss {summary['train_loss']:.3f}, validation "
         f"{summary['validation_bits_per_byte']:.3f} bits per byte, {summary['tokens_per_s']:,.0f} "
-        f"tokens/s; results in {out}"
+        f"tokens/s, {max(memory):.2f} GiB; results in {out}"
     )
 
 
@@ -333,10 +359,11 @@ def main() -> None:
             f"bytes to train on, {len(corpus.validation):,} held out"
         )
     row = trainer.train(steps)
+    memory = trainer.memory_gib()
     if args.save:
         engine.save_checkpoint(str(checkpoint))
     if trainer.rank == 0:
-        summarize(row, trainer, args.out)
+        summarize(row, memory, trainer, args.out)
     dist.destroy_process_group()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import fnmatch
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ def test_the_default_corpus_is_python_source_and_always_the_same():
     assert torch.equal(first.train, second.train) and torch.equal(first.validation, second.validation)
     assert len(first.train) > 1_000_000
     assert b"def " in bytes(first.validation.tolist())
+
+
+def test_the_source_of_packages_beside_torch_is_a_corpus(tmp_path, monkeypatch):
+    for name in ("torch/__init__.py", "a/b.py", "a/tests/c.py", "a/d.txt", "e.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode() * 9)
+    (tmp_path / "folder.py").mkdir()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    corpus = data.load_corpus(data.INSTALLED, 4)
+    text = bytes(torch.cat((corpus.train, corpus.validation)).tolist())
+    assert text == b"a/b.py" * 9 + b"e.py" * 9 + b"torch/__init__.py" * 9
+    assert corpus.source == "3 source files of installed packages"
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths_and_every_twentieth_file_held_out(tmp_path):
@@ -122,30 +135,175 @@ def test_every_override_matches_a_parameter_of_the_model():
         assert fnmatch.filter(names, override["name"]), override
 
 
-def test_comparing_runs_the_best_rate_with_more_seeds(monkeypatch, tmp_path, capsys):
-    compare, asked = load_example("compare_optimizers"), []
+@pytest.fixture
+def compare():
+    return load_example("compare_optimizers")
+
+
+def comparing(compare, monkeypatch, *argv: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, argv)])
+    return compare.main()
+
+
+def ended(config: Path, factor: float, seed: int, **changes: object) -> dict[str, object]:
+    return {"config": f"{config.stem} {factor} {seed}", "optimizer": "X", "clipping": None, "rate": 0.1 * factor,
+            "seed": seed, "exit_code": 0, "tokens": 100, "seconds": 2.0, "train_loss": 1.0,
+            "validation_bits_per_byte": abs(factor - 2) + seed, "tokens_per_s": 1000.0 + seed, "ms_per_step": 10.0,
+            "memory_gib": 0.5 + seed, "checkpoint_bytes": 0, **changes}
+
+
+def test_comparing_runs_the_best_rate_with_more_seeds(compare, monkeypatch, tmp_path, capsys):
+    asked = []
 
     def run(config, factor, seed, args, rest):
         asked.append((config.stem, factor, seed))
-        return {"config": f"{config.stem} {factor} {seed}", "optimizer": "X", "clipping": None, "rate": 0.1 * factor,
-                "seed": seed, "train_loss": 1.0, "validation_bits_per_byte": abs(factor - 2) + seed,
-                "ms_per_step": 10.0, "checkpoint_bytes": 2e6}
+        return ended(config, factor, seed)
 
     monkeypatch.setattr(compare, "run", run)
-    monkeypatch.setattr(compare, "write_plot", lambda curves, out: None)
-    configs = [str(ROOT / "ds_configs" / f"{name}.json") for name in ("soap", "normuon")]
-    monkeypatch.setattr(sys, "argv", ["compare", *configs, "--rates", "1", "2", "4", "--seeds", "3", "--out",
-                                      str(tmp_path)])
-    compare.main()
+    monkeypatch.setattr(compare, "find_spec", lambda name: None)
+    configs = [ROOT / "ds_configs" / f"{name}.json" for name in ("soap", "normuon")]
+    assert comparing(compare, monkeypatch, *configs, "--rates", 1, 2, 4, "--seeds", 3, "--out", tmp_path) == 0
     assert asked == [(name, *way) for name in ("soap", "normuon")
                      for way in ((1.0, 0), (2.0, 0), (4.0, 0), (2.0, 1), (2.0, 2))]
-    assert "| soap | 0.2 | 1.000 ± 1.000 | 10 | 2.0 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| soap      |  0.2 | 1.000 ± 1.000 |    1,001 |       2.50 |" in printed
+    assert "no loss.png: it takes matplotlib" in printed and not (tmp_path / "loss.png").exists()
+
+
+def test_comparing_goes_on_after_a_run_that_fails_and_leaves_one_that_diverged_behind(compare, monkeypatch, tmp_path,
+                                                                                      capsys):
+    asked = []
+
+    def run(config, factor, seed, args, rest):
+        asked.append((config.stem, factor, seed))
+        if config.stem == "soap" or (factor, seed) == (2.0, 0):
+            return {**ended(config, factor, seed, exit_code=1), **dict.fromkeys(compare.MEASURED)}
+        bits = float("nan") if factor == 1 else factor + seed
+        # What ran before is on disk.
+        if asked[1:]:
+            assert len((tmp_path / "results.csv").read_text().splitlines()) == len(asked)
+        return ended(config, factor, seed, validation_bits_per_byte=bits)
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "find_spec", lambda name: None)
+    configs = [ROOT / "ds_configs" / f"{name}.json" for name in ("soap", "normuon")]
+    assert comparing(compare, monkeypatch, *configs, "--rates", 1, 2, 4, 8, "--seeds", 2, "--out", tmp_path) == 1
+    assert asked[-1] == ("normuon", 4.0, 1) and len(asked) == 9
+    printed = capsys.readouterr().out
+    assert "| normuon   |  0.4 | 4.500 ± 0.707 |" in printed
+    assert "| soap 1.0 0    |     failed |            |          |            |" in printed
+    with open(tmp_path / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["exit_code"] for row in rows] == ["1"] * 4 + ["0", "1", "0", "0", "0"]
+    assert rows[0]["train_loss"] == "" and rows[-1]["memory_gib"] == "1.5"
+
+
+@pytest.mark.parametrize("argv, told", [
+    (("--out", "{old}"), "has the results of another comparison: name another folder"),
+    (("--ranks", "0"), "--ranks must be from 1, got 0"),
+    (("--steps", "0"), "--seeds and --steps must be at least 1, got 1 and 0"),
+    (("no.json",), "no.json: no such configuration"),
+    (("{old}/text.json",), "text.json: not JSON"),
+    (("{old}/rates.json", "--rates", "2"), "rates.json: no learning rate that --rates could multiply: give muon_lr"),
+    (("--size", "3m"), "invalid choice: '3m'"),
+])
+def test_comparing_refuses_before_anything_runs(compare, tmp_path, capsys, argv, told):
+    (tmp_path / "results.csv").write_text("")
+    (tmp_path / "text.json").write_text("text")
+    (tmp_path / "rates.json").write_text('{"optimizer": {"type": "LayerWiseMuon"}}')
+    with pytest.raises(SystemExit):
+        compare.parse_arguments([word.format(old=tmp_path) for word in argv])
+    assert told in capsys.readouterr().err
+
+
+def test_comparing_takes_all_visible_devices_and_no_more(compare, monkeypatch, tmp_path, capsys):
+    node = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 4)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: node)
+    out = ["--out", str(tmp_path)]
+    assert compare.parse_arguments(out)[0].ranks == 4
+    assert compare.parse_arguments([*out, "--ranks", "1"])[0].ranks == 1
+    with pytest.raises(SystemExit):
+        compare.parse_arguments([*out, "--ranks", "5"])
+    assert "--ranks must be from 1 to 4, the visible devices, got 5" in capsys.readouterr().err
+
+
+def parameters(config) -> int:
+    layer = config.width * (4 * config.width + 3 * config.mlp_width + 2)
+    return config.layers * layer + config.width * (2 * model.VOCABULARY + 1)
+
+
+def test_the_size_for_a_node_is_what_its_name_says(compare):
+    size = compare.SIZES["127m"]
+    options = dict(zip(size.options[:-1:2], size.options[1::2]))
+    shape = {key: int(options[f"--{key}"]) for key in ("layers", "width", "heads", "context")}
+    assert round(parameters(model.GPTConfig(**shape)) / 1e6) == 127
+    small = small_gpt()
+    assert parameters(small.config) == sum(p.numel() for p in small.parameters())
+    for name in size.configs:
+        settings = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+        merged = compare.merged(settings, size.settings)
+        assert merged["optimizer"] == settings["optimizer"] and merged["zero_optimization"]["stage"] == 1
+        assert merged["scheduler"]["params"] == {**settings["scheduler"]["params"], "warmup_num_steps": 100}
+        # Without any wait of DeepSpeed's timer, and in the same batches.
+        assert merged["timers"]["throughput"] == {"synchronized": False}
+        assert merged["train_micro_batch_size_per_gpu"] == 16 and merged["bf16"] == {"enabled": True}
+
+
+SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--context", 16)
+
+
+@pytest.mark.parametrize("configs", [
+    ("quickstart",), pytest.param(("stock_adamw", "stock_muon_noclip", "quickstart"), marks=pytest.mark.thorough),
+], ids=len)
+def test_comparing_in_small_gives_a_table_and_two_curves(compare, monkeypatch, tmp_path, capsys, configs):
+    text, wrong, out = tmp_path / "text", tmp_path / "wrong.json", tmp_path / "out"
+    text.write_bytes(bytes(range(256)) * 40)
+    wrong.write_text('{"optimizer": {"type": "LayerWiseMuon", "params": {"muon_rl": 1}}}')
+    paths = [ROOT / "ds_configs" / f"{name}.json" for name in configs]
+    code = comparing(compare, monkeypatch, wrong, *paths, "--size", "127m", *SMALL, "--ranks", 2, "--steps", 5,
+                     "--eval_every", 2, "--data", text, "--out", out)
+    printed = capsys.readouterr().out
+    assert code == 1 and "muon_rl" in printed
+    with open(out / "results.csv", newline="") as file:
+        failed, *rows = csv.DictReader(file)
+    assert failed["exit_code"] == "1" and failed["train_loss"] == ""
+    assert [row["config"] for row in rows] == list(configs)
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    assert max(map(len, lines)) <= 90
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert table[0] == ["optimizer", "train loss", "validation", "tokens/s", "GiB a rank"]
+    assert table[2] == ["wrong", "failed", "", "", ""]
+    figure = compare.draw({name: [out / name] for name in configs})
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    for number, (row, cells) in enumerate(zip(rows, table[3:], strict=True)):
+        assert json.loads((out / row["config"] / "config.json").read_text())["bf16"] == {"enabled": True}
+        summary = json.loads((out / row["config"] / "summary.json").read_text())
+        with open(out / row["config"] / "metrics.csv", newline="") as file:
+            metrics = list(csv.DictReader(file))
+        # 16 windows of 16 bytes on each of two ranks; steps 2, 4 and the last.
+        assert [int(line["tokens"]) for line in metrics] == [512 * step for step in (2, 4, 5)]
+        assert int(row["tokens"]) == 2560 and float(row["train_loss"]) == float(metrics[-1]["train_loss"])
+        assert float(row["seconds"]) == float(metrics[-1]["seconds"]) > float(metrics[0]["seconds"]) > 0
+        assert float(row["tokens_per_s"]) == pytest.approx(4 * 512 / float(row["seconds"]))
+        assert len(summary["memory_gib"]) == 2 and float(row["memory_gib"]) == max(summary["memory_gib"])
+        # A process with torch in it, and nothing large.
+        assert 0.1 < min(summary["memory_gib"]) <= float(row["memory_gib"]) < 4
+        loss, bits, speed, memory = (float(cell.replace(",", "")) for cell in cells[1:])
+        assert loss == pytest.approx(float(row["train_loss"]), abs=5e-4)
+        assert bits == pytest.approx(float(row["validation_bits_per_byte"]), abs=5e-4)
+        assert f"train loss {loss:.3f}, validation {bits:.3f}" in (out / row["config"] / "log.txt").read_text()
+        assert speed == pytest.approx(float(row["tokens_per_s"]), abs=0.5)
+        assert memory == pytest.approx(float(row["memory_gib"]), abs=5e-3)
+        for panel, key in zip(figure.axes, ("tokens", "seconds"), strict=True):
+            line = panel.lines[number]
+            assert line.get_label() == row["config"]
+            assert list(line.get_xdata()) == [float(each[key]) for each in metrics]
+            assert list(line.get_ydata()) == [float(each["train_loss"]) for each in metrics]
 
 
 @pytest.mark.parametrize("name, key, rate", [("stock_adamw", "lr", 3e-3), ("stock_muon", "muon_lr", 0.02),
                                              ("normuon", "muon_lr", 0.02), ("soap", "muon_lr", 3e-3)])
-def test_comparing_multiplies_the_rate_of_matrices_alone(name, key, rate):
-    compare = load_example("compare_optimizers")
+def test_comparing_multiplies_the_rate_of_matrices_alone(compare, name, key, rate):
     settings = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
     params = settings["optimizer"]["params"]
     changed, found = compare.with_rate(settings, 3.0)
