@@ -114,7 +114,7 @@ _build_shm_comm() {
         return
     fi
     mkdir -p "$folder"
-    echo "building deepspeed's deepspeed_shm_comm operator, once, 1 to 2 minutes" >&2
+    echo "building deepspeed's deepspeed_shm_comm operator, once, 1 to 3 minutes" >&2
     (
         if command -v flock >/dev/null; then
             exec 9>"$folder.alone"
