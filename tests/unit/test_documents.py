@@ -24,7 +24,7 @@ from torch.distributed import run as torchrun
 import ds_layerwise
 from ds_layerwise import cli
 from ds_layerwise.config.overrides import Override
-from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
+from ds_layerwise.config.sections import PRESETS, LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.engine.contract.contract import CONTRACT
 from ds_layerwise.errors import FOREIGN, ConfigError, RoutingError
 from ds_layerwise.optimizers.recipe import KeptMoments, KeptMomentum, Recipe
@@ -338,6 +338,26 @@ def test_values_that_keep_adamw_as_it_was_are_the_defaults_of_deepspeed():
 
 def tables_of_optimizers():
     return [table for name in OF_OPTIMIZERS for table in tables_of(DOCS / name)]
+
+
+def test_presets_and_defaults_beside_those_of_emerging_optimizers_are_as_the_page_says():
+    muon, = [rows for header, *rows in tables_of_optimizers() if header[0] == "of Muon"]
+    config = OptimizerConfig.from_section({})
+    ours = {**config.model_dump(), **config.matrix.model_dump()}
+    for keys, there, preset, here in muon:
+        names = names_in(keys)
+        assert json.loads(f"[{there}]") == json.loads(f"[{preset}]") == [PRESETS["soap_muon_beyond"][n] for n in names]
+        assert json.loads(f"[{here}]") == [ours[name] for name in names]
+    soap, = [rows for header, *rows in tables_of_optimizers() if header[0] == 'of SOAP, here "kl_soap"']
+    ours = {**config.model_dump(), **KlSoap().model_dump()}
+    params = {"matrix_optimizer": "kl_soap"}
+    for keys, _, here, written in soap:
+        if names := names_in(keys):
+            assert json.loads(f"[{here}]") == json.loads(json.dumps([ours[name] for name in names]))
+        params |= json.loads(f"{{{written.strip('`')}}}")
+    theirs = OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, **params}})
+    assert theirs.matrix == KlSoap(precondition_frequency=1, lagged_basis=False, max_update_rms=0)
+    assert (theirs.eps, theirs.weight_decay) == (1e-8, 0.1)
 
 
 #: Settings that the page tells once for all optimizers.

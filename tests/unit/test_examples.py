@@ -247,6 +247,8 @@ def test_the_size_for_a_node_is_what_its_name_says(compare):
         # Without any wait of DeepSpeed's timer, and in the same batches.
         assert merged["timers"]["throughput"] == {"synchronized": False}
         assert merged["train_micro_batch_size_per_gpu"] == 16 and merged["bf16"] == {"enabled": True}
+    # The last of two equal options counts.
+    assert compare.parse_arguments(["--size", "127m", "--width", "16"])[1] == [*size.options, "--width", "16"]
 
 
 SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--context", 16)
