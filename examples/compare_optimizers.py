@@ -165,22 +165,23 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"{config}: no learning rate that --rates could multiply: give muon_lr")
     if (args.out / "results.csv").exists():
         parser.error(f"--out {args.out} has the results of another comparison: name another folder")
-    args.ranks = _ranks(parser, args.ranks)
+    args.device, args.ranks = _device_and_ranks(parser, args.ranks)
     return args, [*size.options, *rest]
 
 
-def _ranks(parser: argparse.ArgumentParser, asked: int | None) -> int:
-    """Return the number of ranks: ``asked``, or as many as there are devices."""
+def _device_and_ranks(parser: argparse.ArgumentParser, asked: int | None) -> tuple[str, int]:
+    """Return the name of the device, and the number of ranks: ``asked``, or one for each device."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
+    device = accelerator.device_name()
+    on_cpu = device == "cpu"
     devices = 2 if on_cpu else accelerator.device_count()
     ranks = devices if asked is None else asked
     if ranks < 1 or not on_cpu and ranks > devices:
         most = "" if on_cpu else f" to {devices}, the visible devices"
         parser.error(f"--ranks must be from 1{most}, got {ranks}")
-    return ranks
+    return device, ranks
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +227,10 @@ def run(
     log = out / "log.txt"
     settings, rate = with_rate(json.loads(config.read_text()), factor)
     (out / "config.json").write_text(json.dumps(merged(settings, SIZES[args.size].settings)))
-    print(f"{name}: {args.steps} steps on {args.ranks} ranks, log in {log}", flush=True)
+    print(
+        f"{name}: {args.steps} steps on {args.ranks} ranks ({args.device}), log in {log}",
+        flush=True,
+    )
     command = [
         # This launcher leaves CUDA_VISIBLE_DEVICES as it is, and finds a free port. The address
         # keeps it from the name of the machine, which may lead nowhere.
@@ -235,7 +239,12 @@ def run(
         *(str(EXAMPLES / "train_gpt.py"), "--deepspeed_config", str(out / "config.json")),
         *("--steps", str(args.steps), "--out", str(out), *rest),
     ]
-    code = _train(command, log)
+    environment = dict(os.environ)
+    if args.device == "cpu":
+        # Stock Muon compiles its kernels for each shape. On a CPU that takes longer than such a
+        # run trains.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    code = _train(command, environment, log)
     if code:
         lines = log.read_text(errors="replace").splitlines()
         # From here on it is the launcher's own traceback, which says nothing of the ranks'.
@@ -261,16 +270,9 @@ def run(
     }
 
 
-def _train(command: list[str], log: Path) -> int:
+def _train(command: list[str], environment: dict[str, str], log: Path) -> int:
     """Run ``command`` with its output in ``log``, and return its exit code. What interrupts this
     process ends the ranks first."""
-    from deepspeed.accelerator import get_accelerator
-
-    environment = dict(os.environ)
-    if get_accelerator().device_name() == "cpu":
-        # Stock Muon compiles its kernels for each shape. On a CPU that takes longer than such a
-        # run trains.
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     with (
         open(log, "w") as file,
         subprocess.Popen(

@@ -220,7 +220,7 @@ def test_comparing_takes_all_visible_devices_and_no_more(compare, monkeypatch, t
     node = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 4)
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: node)
     out = ["--out", str(tmp_path)]
-    assert compare.parse_arguments(out)[0].ranks == 4
+    assert (compare.parse_arguments(out)[0].device, compare.parse_arguments(out)[0].ranks) == ("cuda", 4)
     assert compare.parse_arguments([*out, "--ranks", "1"])[0].ranks == 1
     with pytest.raises(SystemExit):
         compare.parse_arguments([*out, "--ranks", "5"])
@@ -265,7 +265,7 @@ def test_comparing_in_small_gives_a_table_and_two_curves(compare, monkeypatch, t
     code = comparing(compare, monkeypatch, wrong, *paths, "--size", "127m", *SMALL, "--ranks", 2, "--steps", 5,
                      "--eval_every", 2, "--data", text, "--out", out)
     printed = capsys.readouterr().out
-    assert code == 1 and "muon_rl" in printed
+    assert code == 1 and "muon_rl" in printed and "wrong: 5 steps on 2 ranks (cpu), log in " in printed
     with open(out / "results.csv", newline="") as file:
         failed, *rows = csv.DictReader(file)
     assert failed["exit_code"] == "1" and failed["train_loss"] == ""
