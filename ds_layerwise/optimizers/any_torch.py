@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.fields import Section, T, normalised
-from ds_layerwise.optimizers.recipe import Hyper, HyperText, OneByOne, Recipe, Shape, State, States
+from ds_layerwise.optimizers.recipe import Hyper, HyperText, Recipe, Shape, State, States
 from ds_layerwise.optimizers.torch_states import (
     COUNT,
     Kept,
@@ -119,7 +119,7 @@ def are_one_family(saved: str, own: str) -> bool:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_installed(module: str) -> bool:
     spec = find_spec(module)
     if spec is None:
@@ -192,7 +192,7 @@ Arguments = Annotated[
 ]
 
 
-class AnyTorch(OneByOne):
+class AnyTorch(Recipe):
     """A class of ``torch.optim.Optimizer``, with its own arguments, on float32 masters that are
     shaped as matrices, in their own shapes, or cut into 1-D pieces. A subclass stands for one path.
 
@@ -293,8 +293,9 @@ class AnyTorch(OneByOne):
         return True
 
     def summary(self, hyper: HyperText) -> str:
-        """Return the arguments as text."""
-        return ", ".join(f"{key} {value}" for key, value in self.arguments.items())
+        """Return the arguments as text, without switches of a client's group that are off."""
+        said = self.arguments.items()
+        return ", ".join(f"{key} {value}" for key, value in said if value not in ("None", "False"))
 
     def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
         """Let the parameter's own optimizer make a step.
@@ -345,7 +346,7 @@ class AnyTorch(OneByOne):
         for path, value in values.items():
             if isinstance(value, Tensor) and not isinstance(places.get(path), Leaf):
                 raise StepError(
-                    f"{self.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} "
+                    f"{self.rule} keeps {path} {tuple(value.shape)} "
                     f"{of_step}, which it did not in its first step; nothing has a place for it: "
                     "this class cannot be used here"
                 )
@@ -403,12 +404,6 @@ class ClientTorch(AnyTorch):
         """Return a new optimizer like the object for ``params``."""
         return type(self).maker(params)
 
-    def summary(self, hyper: HyperText) -> str:
-        """Return the settings of the group as text, without switches that are off."""
-        return ", ".join(
-            f"{key} {value}" for key, value in self.told.items() if value not in ("None", "False")
-        )
-
     def settings(self) -> dict[str, Any]:
         """Return the settings of the group. Overrides cannot change any of them."""
         return self.arguments
@@ -430,7 +425,7 @@ class ClientTorch(AnyTorch):
                 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def recipe_of(path: str, *, for_matrices: bool) -> type[AnyTorch]:
     """Return the recipe of the class at ``path``. Only that class can use its states."""
     return subclass(MatrixTorch if for_matrices else ScalarTorch, path)

@@ -40,8 +40,8 @@ _OF_AMD = {
 }
 
 
-def fast_by_traits(traits: Traits) -> frozenset[torch.dtype]:
-    """Return the half-precision dtypes in which a device multiplies matrices faster than in
+def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
+    """Return the half-precision dtypes in which ``device`` multiplies matrices faster than in
     float32.
 
     A CPU has bfloat16 by AVX-512 BF16 or AMX; another one multiplies in it some hundred times
@@ -49,6 +49,7 @@ def fast_by_traits(traits: Traits) -> frozenset[torch.dtype]:
     from Ampere on (8.0). Of other accelerators nothing tells whether they keep subnormals of
     float16.
     """
+    traits = traits_of(device)
     if traits.arch:
         for prefix, dtypes in _OF_AMD.items():
             if traits.arch.startswith(prefix):
@@ -73,13 +74,6 @@ def traits_of(device: torch.device) -> Traits:
     elif device.type != "meta":
         has_bf16 = torch.bfloat16 in get_accelerator().supported_dtypes()
     return Traits(device.type, has_bf16=has_bf16)
-
-
-def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
-    """Return the half-precision dtypes in which ``device`` multiplies matrices faster than in
-    float32, see :func:`fast_by_traits`.
-    """
-    return fast_by_traits(traits_of(device))
 
 
 def has_products(dtype: torch.dtype, device: torch.device) -> bool:

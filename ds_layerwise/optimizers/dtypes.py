@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -180,7 +180,7 @@ def _padded(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, -values.numel() % SCALED))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
     """Return the values of the codes relative to the scale of their block, ascending.
 
@@ -195,7 +195,7 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
     return levels.to(device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def torchao_maps() -> Any:
     """Return torchao's functions for 8-bit maps.
 

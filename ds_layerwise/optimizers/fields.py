@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -153,12 +153,12 @@ def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:
     return merged
 
 
-@lru_cache(maxsize=None)
+@cache
 def _schema_of(section: type[Section]) -> Any:
     return section.model_json_schema()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _adapter_of(kind: Any) -> tuple[TypeAdapter[Any], Any]:
     adapter = TypeAdapter(kind, config=_STRICT)
     return adapter, adapter.json_schema()

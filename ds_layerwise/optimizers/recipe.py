@@ -33,7 +33,8 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.dtypes import StateDtype, state_bytes, torchao_maps
 from ds_layerwise.optimizers.fields import Section
 from ds_layerwise.optimizers.scalars import Scalar, multiply_, plus
-from ds_layerwise.orthogonalize.tensor_shards import Axis, ShardPeers
+from ds_layerwise.orthogonalize.batching import Tensors
+from ds_layerwise.orthogonalize.tensor_shards import Axis, Shards
 
 State = dict[str, Tensor]
 
@@ -77,7 +78,7 @@ class Site:
     """The dtypes in which the device multiplies much faster than in float32; see
     :func:`.optimizers.devices.fast_dtypes`.
     """
-    cut: tuple[Axis, ShardPeers] | None = None
+    cut: Shards | None = None
     """The axis along which tensor parallelism has cut the matrices, and the ranks with the other
     shards; None for whole matrices.
     """
@@ -331,15 +332,13 @@ class Recipe(Section):
             )
         return self
 
-    def with_l2(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], hyper: Hyper
-    ) -> list[Tensor]:
+    def with_l2(self, params: Tensors, grads: Tensors, hyper: Hyper) -> Tensors:
         """Return the gradients for a rule: ``grads`` themselves or, with l2, new tensors."""
         if self.weight_decay_method != "l2" or not hyper.may(hyper.weight_decay):
-            return list(grads)
+            return grads
         return plus(grads, params, hyper.of(lambda now: now.weight_decay))
 
-    def decay_(self, params: Sequence[Tensor], directions: Sequence[Tensor], hyper: Hyper) -> None:
+    def decay_(self, params: Tensors, directions: Tensors, hyper: Hyper) -> None:
         """Decay ``params`` in place. With l2 this does nothing, because :meth:`with_l2` has done
         it.
 
@@ -388,20 +387,32 @@ class Recipe(Section):
 
     def update_(
         self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        params: Tensors,
+        grads: Tensors,
         states: Sequence[State],
         hyper: Hyper,
         site: Site = ANYWHERE,
     ) -> None:
         """Make one step, in place in ``params`` and ``states``; ``grads`` are only read. The lists
-        are not empty.
+        are not empty. Here one parameter is updated after another, by :meth:`step_`.
 
         Parameters are float32 masters: matrices ``(rows, cols)`` or batches ``(batch, rows, cols)``
         for a rule that needs whole ones; 1-D pieces, cut anywhere, for an element-wise one.
 
         Raises:
             UpdateError: it cannot update one of them; others may be updated.
+        """
+        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            try:
+                self.step_(param, grad, state, hyper)
+            except StepError as error:
+                raise UpdateError(index, str(error)) from error
+
+    def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+        """Make a step of one parameter, in place in ``param`` and ``state``; ``grad`` is only read.
+
+        Raises:
+            StepError: it cannot be made.
         """
         raise NotImplementedError
 
@@ -441,37 +452,6 @@ class KeptMoments(KeptAverage):
 
     exp_avg_sq_dtype: StateDtype = "float32"
     """The dtype of the average of squared gradients."""
-
-
-class OneByOne(Recipe):
-    """A recipe that updates one parameter after another. Subclasses define the step of one."""
-
-    def update_(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        site: Site = ANYWHERE,
-    ) -> None:
-        """Make a step of each parameter.
-
-        Raises:
-            UpdateError: :meth:`step_` cannot make it.
-        """
-        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-            try:
-                self.step_(param, grad, state, hyper)
-            except StepError as error:
-                raise UpdateError(index, str(error)) from error
-
-    def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
-        """Make a step, in place in ``param`` and ``state``; ``grad`` is only read.
-
-        Raises:
-            StepError: it cannot be made.
-        """
-        raise NotImplementedError
 
 
 #: The state that counts steps.

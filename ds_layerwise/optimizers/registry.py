@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import lru_cache
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -73,7 +73,7 @@ def recipe_at(name: str, *, for_matrices: bool) -> type[Recipe]:
     return REGISTRY[name]
 
 
-@lru_cache(maxsize=None)
+@cache
 def any_of(*named: str) -> Any:
     """Return the type of a key that allows one of ``named``, or the path of a class."""
     return Annotated[Literal[named] | any_torch.Path, BeforeValidator(_still_here)]

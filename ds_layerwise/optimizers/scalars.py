@@ -4,47 +4,47 @@ device, which a captured update reads anew each time it is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from ds_layerwise.orthogonalize.batching import Tensors
 
 #: A number, or a 0-d tensor of float32 with it, on the device of the tensors.
 Scalar = float | Tensor
 
 
-def multiply_(tensors: Sequence[Tensor], factor: Scalar) -> None:
+def multiply_(tensors: Tensors, factor: Scalar) -> None:
     """Multiply ``tensors`` in place."""
-    torch._foreach_mul_(list(tensors), factor)
+    torch._foreach_mul_(tensors, factor)
 
 
-def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Scalar) -> None:
+def add_(tensors: Tensors, others: Tensors, factor: Scalar) -> None:
     """Add ``others`` times ``factor`` to ``tensors``, in place."""
     if isinstance(factor, Tensor):
-        torch._foreach_add_(list(tensors), torch._foreach_mul(list(others), factor))
+        torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
     else:
-        torch._foreach_add_(list(tensors), list(others), alpha=factor)
+        torch._foreach_add_(tensors, others, alpha=factor)
 
 
-def plus(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Scalar) -> list[Tensor]:
+def plus(tensors: Tensors, others: Tensors, factor: Scalar) -> Tensors:
     """Do what :func:`add_` does, in new memory."""
     if not isinstance(factor, Tensor):
-        return list(torch._foreach_add(list(tensors), list(others), alpha=factor))
-    found = list(torch._foreach_mul(list(others), factor))
-    torch._foreach_add_(found, list(tensors))
+        return torch._foreach_add(tensors, others, alpha=factor)
+    found = torch._foreach_mul(others, factor)
+    torch._foreach_add_(found, tensors)
     return found
 
 
-def lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: Scalar) -> list[Tensor]:
+def lerp(tensors: Tensors, ends: Tensors, weight: Scalar) -> Tensors:
     """Return what lies between ``tensors``, for a ``weight`` of 0, and ``ends``, for 1."""
     if isinstance(weight, Tensor):
-        return plus(tensors, torch._foreach_sub(list(ends), list(tensors)), weight)
-    return list(torch._foreach_lerp(list(tensors), list(ends), weight))
+        return plus(tensors, torch._foreach_sub(ends, tensors), weight)
+    return torch._foreach_lerp(tensors, ends, weight)
 
 
-def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: Scalar) -> None:
+def lerp_(tensors: Tensors, ends: Tensors, weight: Scalar) -> None:
     """Do what :func:`lerp` does, in place in ``tensors``."""
     if isinstance(weight, Tensor):
-        add_(tensors, torch._foreach_sub(list(ends), list(tensors)), weight)
+        add_(tensors, torch._foreach_sub(ends, tensors), weight)
     else:
-        torch._foreach_lerp_(list(tensors), list(ends), weight)
+        torch._foreach_lerp_(tensors, ends, weight)

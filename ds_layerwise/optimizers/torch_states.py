@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 import numpy
@@ -46,8 +46,6 @@ _STEPS = 2
 
 #: The place of a count of steps in a parameter group.
 _COUNT_OF_GROUP = f"optimizer.param_groups[0].{COUNT}"
-
-StatePath = tuple[str | int, ...]
 
 
 class ForeignClass(Protocol):
@@ -97,7 +95,7 @@ class Kept:
         return {**specs, COUNT: StateSpec((), on_host=True)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def kept_of(kind: ForeignClass, shape: Shape) -> Kept:
     """Return the states that the class of ``kind`` keeps for a parameter of ``shape``.
 
@@ -114,7 +112,7 @@ def kept_of(kind: ForeignClass, shape: Shape) -> Kept:
     kept = _asked(kind, small, "cpu")
     sides = {math.prod(small): math.prod(shape), **dict(zip(small, shape, strict=True))}
 
-    def grown(_: StatePath, leaf: Any) -> Any:
+    def grown(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, Leaf):
             return leaf
         of_real = tuple(sides.get(side, side) for side in leaf.spec.shape)
@@ -148,8 +146,8 @@ def _asked(kind: ForeignClass, shape: Shape, device: str) -> Kept:
     first, last = states
     seen = flat(first)
 
-    def leaf(path: StatePath, value: Any) -> Any:
-        return _leaf(kind.rule, ".".join(map(str, path)), plain_tensor(value), seen.get(path))
+    def leaf(path: str, value: Any) -> Any:
+        return _leaf(kind.rule, path, plain_tensor(value), seen.get(path))
 
     return Kept(
         state=rebuilt(last, leaf),
@@ -173,9 +171,9 @@ def _elsewhere(optimizer: Optimizer) -> dict[str, Any]:
     found = {}
     for path, value in flat(places).items():
         if isinstance(value, Tensor):
-            found[".".join(map(str, path))] = (id(value), value._version)
+            found[path] = (id(value), value._version)
         elif type(value) in (int, float):
-            found[".".join(map(str, path))] = value
+            found[path] = value
     return found
 
 
@@ -219,26 +217,26 @@ def plain_tensor(value: Any) -> Any:
     return value.detach() if type(value) is torch.nn.Parameter else value
 
 
-def flat(value: Any) -> dict[StatePath, Any]:
-    """Return every leaf of nested dicts, lists and tuples, by its path."""
-    found: dict[StatePath, Any] = {}
+def flat(value: Any) -> dict[str, Any]:
+    """Return every leaf of nested dicts, lists and tuples, by its path: keys with dots between."""
+    found: dict[str, Any] = {}
     rebuilt(value, found.__setitem__)
     return found
 
 
-def rebuilt(value: Any, change: Callable[[StatePath, Any], Any], path: StatePath = ()) -> Any:
-    """Return the same dicts, lists and tuples, with each leaf replaced by the result of
-    ``change``.
+def rebuilt(value: Any, change: Callable[[str, Any], Any], before: str = "") -> Any:
+    """Return the same dicts, lists and tuples, with each leaf replaced by the result of ``change``
+    of its path, which begins with ``before``.
     """
     if isinstance(value, Mapping):
         found = {}
         for key, each in value.items():
-            found[key] = rebuilt(each, change, (*path, key))
+            found[key] = rebuilt(each, change, f"{before}{key}.")
         return found
     if isinstance(value, (list, tuple)):
-        items = [rebuilt(each, change, (*path, index)) for index, each in enumerate(value)]
+        items = [rebuilt(each, change, f"{before}{index}.") for index, each in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
-    return change(path, value)
+    return change(before.removesuffix("."), value)
 
 
 @contextmanager

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+#: Several tensors, as torch's operations on lists take them.
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
 #: The largest number of elements in matrices that share products on an accelerator; one matrix may
 #: be larger.
 MAX_BATCH_NUMEL = 64 * 2**20
@@ -53,7 +56,7 @@ class Some(NamedTuple):
     start: int
     stop: int
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+    def of(self, tensors: Tensors) -> Tensor:
         """Return these matrices: a 2-D tensor itself, or a view ``(stop - start, rows, cols)`` of a
         batch.
         """
@@ -94,7 +97,7 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
     return list(chain.from_iterable(groups.values()))
 
 
-def stack(matrices: Sequence[Tensor]) -> Tensor:
+def stack(matrices: Tensors) -> Tensor:
     """Return one contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows,
     cols)``. For a single contiguous one, it is a view.
     """
@@ -108,21 +111,21 @@ def stack(matrices: Sequence[Tensor]) -> Tensor:
     return batches[0].contiguous()
 
 
-def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def unstack(stacked: Tensor, like: Tensors) -> Tensors:
     """Return views into ``stacked`` with the shapes of the tensors in ``like``: the inverse of
     :func:`stack`.
     """
     if _are_single(like):
-        return list(stacked.unbind())
+        return stacked.unbind()
     parts = torch.split(stacked, [each.shape[:-2].numel() for each in like])
     return list(map(torch.Tensor.view_as, parts, like))
 
 
-def _are_single(tensors: Sequence[Tensor]) -> bool:
+def _are_single(tensors: Tensors) -> bool:
     return all(tensor.dim() == 2 for tensor in tensors)
 
 
-def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+def matrices_of(tensors: Tensors) -> list[Tensor]:
     """Return every matrix of matrices and batches as a view, in their order."""
     matrices: list[Tensor] = []
     for tensor in tensors:
@@ -133,7 +136,7 @@ def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return matrices
 
 
-def frobenius_norms(matrices: Sequence[Tensor]) -> Tensor:
+def frobenius_norms(matrices: Tensors) -> Tensor:
     """Return the norms of ``k`` matrices of any shape, ``(k,)``.
 
     The norm of a contiguous matrix does not depend on the others.
@@ -141,7 +144,7 @@ def frobenius_norms(matrices: Sequence[Tensor]) -> Tensor:
     if matrices[0].device.type != "cpu" or all(matrix.numel() <= _AT_A_TIME for matrix in matrices):
         # Compute one norm per matrix: over a batch, the order of the sum would depend on the batch
         # size.
-        return torch.stack(torch._foreach_norm(list(matrices)))
+        return torch.stack(torch._foreach_norm(matrices))
     parts = [torch.split(matrix.reshape(-1), _AT_A_TIME) for matrix in matrices]
     norms = torch.stack(torch._foreach_norm(list(chain.from_iterable(parts))))
     totals = []
@@ -153,4 +156,4 @@ def frobenius_norms(matrices: Sequence[Tensor]) -> Tensor:
 def norms_of(stacked: Tensor) -> Tensor:
     """Return :func:`frobenius_norms` of ``(..., rows, cols)`` as ``(..., 1, 1)``."""
     matrices = stacked.reshape(-1, *stacked.shape[-2:]).unbind()
-    return frobenius_norms(list(matrices)).view(*stacked.shape[:-2], 1, 1)
+    return frobenius_norms(matrices).view(*stacked.shape[:-2], 1, 1)

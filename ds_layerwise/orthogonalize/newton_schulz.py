@@ -24,7 +24,8 @@ Note: precision
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -32,7 +33,13 @@ from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, nearest
 from ds_layerwise.orthogonalize import symmetric
-from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, most_together, norms_of, stack
+from ds_layerwise.orthogonalize.batching import (
+    MAX_BATCH_NUMEL,
+    Tensors,
+    most_together,
+    norms_of,
+    stack,
+)
 from ds_layerwise.orthogonalize.symmetric import ALIGNMENT
 
 NsMethod = Literal["gram", "standard"]
@@ -89,7 +96,7 @@ TABLES: dict[str, tuple[Coefficients, bool]] = {
 }
 
 #: Replaces a peak, or a norm, of 0 as a divisor, so that zeros stay zeros.
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
 
 #: Between these norms, squares of entries do not overflow float32, and those that underflow do not
 #: matter for the norm.
@@ -198,7 +205,7 @@ def _normalised_in_float64(x: Tensor) -> Tensor:
 
 def _normalised_by_peak(x: Tensor) -> Tensor:
     x, norm, _ = to_peak_1(x)
-    return x.div_(norm.clamp_min(_TINY))
+    return x.div_(norm.clamp_min(TINY))
 
 
 def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,7 +215,7 @@ def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     x = x.float()
     peak = x.abs().amax((-2, -1), keepdim=True)
-    x = x / peak.clamp_min(_TINY)
+    x = x / peak.clamp_min(TINY)
     return x, norms_of(x), peak
 
 
@@ -247,21 +254,11 @@ def iterate(
             factor = symmetric.commuting(gram, gram, gram, beta=b, alpha=c)
             x = symmetric.product(factor, x, x, beta=a)
     else:
-        for segment in _segments(coefficients, dtype):
-            x = symmetric.product(_factor(x, segment, total), x)
+        for start, stop in gram_segments(len(coefficients), dtype):
+            x = symmetric.product(_factor(x, coefficients[start:stop], total), x)
     if transposed:
         x = x.mT
     return x[:, :rows, :cols]
-
-
-def _segments(coefficients: Coefficients, dtype: torch.dtype) -> Iterator[Coefficients]:
-    """Yield the rows between two restarts of ``gram``; see the note on precision."""
-    done = 0
-    for length in gram_segments(
-        len(coefficients), bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16
-    ):
-        yield coefficients[done : done + length]
-        done += length
 
 
 def _factor(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
@@ -282,7 +279,7 @@ def _factor(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Ten
     return q
 
 
-def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
+def capped(matrices: Tensors, most: float) -> Tensor:
     """Return k matrices in which every singular value s is replaced by min(s, most), in float32.
 
     Let X be a wide matrix divided by ``most``, O = sign(X), whose singular values are all 1, and P
@@ -330,33 +327,35 @@ def _sign(matrices: Tensor) -> Tensor:
 
 
 def newton_schulz_flops(
-    rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1, parts: int = 1
+    rows: int, cols: int, *, steps: int = 5, method: str = "gram", parts: int = 1
 ) -> int:
-    """Return the FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``. A product of m x k
-    and k x n counts as 2mnk.
+    """Return the FLOPs to orthogonalise a matrix of ``(rows, cols)``. A product of m x k and k x n
+    counts as 2mnk.
 
     ``gram`` iterates on the small square, in the segments that fp16 and float32 need; square
     matrices run as ``standard``, as in DeepSpeed.
     """
     m, n = sorted((rows, cols))
     if method == "standard" or m == n:
-        return batch * steps * (4 * m * m * n // parts + 2 * m**3)
+        return steps * (4 * m * m * n // parts + 2 * m**3)
     segments = len(gram_segments(steps))
     rectangular = 2 * segments
     square = 4 * steps - 3 * segments
-    return batch * (rectangular * 2 * m * m * n // parts + square * 2 * m**3)
+    return rectangular * 2 * m * m * n // parts + square * 2 * m**3
 
 
-def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
-    """Return the lengths of the segments of steps. Each segment recomputes the Gram matrix.
+def gram_segments(steps: int, dtype: torch.dtype = torch.float32) -> list[tuple[int, int]]:
+    """Return the starts and stops of the segments of steps. Each segment recomputes the Gram
+    matrix.
 
     The first segment has two steps. Later ones have two steps in bf16, and in fp16 if there are
     more than five steps, else three. So five steps in fp16 or float32 restart once; see the note on
     precision.
     """
-    every = 2 if bf16 or (fp16 and steps > 5) else 3
-    starts = [0, *range(2, steps, every)]
-    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
+    every = 3
+    if dtype == torch.bfloat16 or dtype == torch.float16 and steps > 5:
+        every = 2
+    return list(pairwise((0, *range(2, steps, every), steps)))
 
 
 def padded_batch(shape: tuple[int, ...]) -> tuple[int, int, int]:

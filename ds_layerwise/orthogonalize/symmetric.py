@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -90,7 +90,7 @@ def _generation(device: torch.device) -> int:
     return 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_on(device: torch.device) -> Any:
     """Return quack's function for symmetric products on ``device``; None if it is not installed, or
     has none for it.

@@ -67,6 +67,10 @@ class ShardPeers(Protocol):
         """
 
 
+#: The axis along which matrices are cut, and the ranks with their parts.
+Shards = tuple[Axis, ShardPeers]
+
+
 def whole_shape(
     shape: tuple[int, ...], axis: Axis | None, size: int, lengths: Sequence[int] = ()
 ) -> tuple[int, ...]:

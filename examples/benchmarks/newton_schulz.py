@@ -81,7 +81,7 @@ def gflop(shape: tuple[int, int, int], method: str, dtype: str) -> float:
     batch, m, n = shape[0], min(shape[1:]), max(shape[1:])
     if method == "standard" or m == n:
         return batch * STEPS * (4 * m * m * n + 2 * m**3) / 1e9
-    segments = len(gram_segments(STEPS, bf16=dtype == "bf16"))
+    segments = len(gram_segments(STEPS, DTYPES[dtype]))
     return batch * (segments * 4 * m * m * n + (4 * STEPS - 3 * segments) * 2 * m**3) / 1e9
 
 

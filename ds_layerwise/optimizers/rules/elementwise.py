@@ -29,6 +29,7 @@ from ds_layerwise.optimizers.recipe import (
     WeightDecayMethod,
 )
 from ds_layerwise.optimizers.scalars import add_, lerp, lerp_, multiply_
+from ds_layerwise.orthogonalize.batching import Tensors
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ElementMoves:
     targets: list[Tensor]
     """The tensors to update, written in place."""
     grads: list[Tensor]
-    states: list[State]
+    states: Sequence[State]
     """The states, written in place."""
     hyper: Hyper
     is_at_rate_1: bool = False
@@ -64,8 +65,8 @@ class Elementwise(Recipe):
 
     def update_(
         self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        params: Tensors,
+        grads: Tensors,
         states: Sequence[State],
         hyper: Hyper,
         site: Site = ANYWHERE,
@@ -73,15 +74,15 @@ class Elementwise(Recipe):
         """Make a step of all parameters together: decay, then move them. Cautious decay needs their
         moves first.
         """
-        gradients = self.with_l2(params, grads, hyper)
+        gradients = list(self.with_l2(params, grads, hyper))
         if not (self.cautious_weight_decay and hyper.may(self.decay_share(hyper))):
-            self.decay_(params, (), hyper)
-            self.move_(ElementMoves(list(params), gradients, list(states), hyper))
+            self.decay_(params, [], hyper)
+            self.move_(ElementMoves(list(params), gradients, states, hyper))
             return
         # Use rate 1 and start from zero, so that neither a rate of 0 nor a large weight rounds a
         # sign away.
         moves = [torch.zeros_like(param) for param in params]
-        self.move_(ElementMoves(moves, gradients, list(states), hyper, is_at_rate_1=True))
+        self.move_(ElementMoves(moves, gradients, states, hyper, is_at_rate_1=True))
         torch._foreach_neg_(moves)
         self.decay_(params, moves, hyper)
         add_(params, moves, hyper.of(lambda now: -now.lr))

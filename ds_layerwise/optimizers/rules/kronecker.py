@@ -18,7 +18,6 @@ from ds_layerwise.optimizers.recipe import (
     COUNT,
     Hyper,
     KeptMoments,
-    OneByOne,
     Shape,
     State,
     States,
@@ -50,7 +49,7 @@ def qr_flops(side: int) -> int:
     return 8 * side**3 // 3
 
 
-class Kronecker(OneByOne, KeptMoments):
+class Kronecker(KeptMoments):
     """An optimizer that preconditions each (rows, cols) matrix from factors ``L`` (rows, rows) and
     ``R`` (cols, cols), moving averages of G Gᵀ and Gᵀ G. An expensive function of them is computed
     every few steps.

@@ -32,6 +32,7 @@ from ds_layerwise.orthogonalize.batching import (
     FULL_BATCH_NUMEL,
     MAX_BATCH_NUMEL,
     Some,
+    Tensors,
     batches,
     frobenius_norms,
     matrices_of,
@@ -41,6 +42,8 @@ from ds_layerwise.orthogonalize.batching import (
 )
 from ds_layerwise.orthogonalize.newton_schulz import (
     NEED_FLOAT32,
+    TINY,
+    Coefficients,
     NsMethod,
     capped,
     coefficients,
@@ -52,7 +55,7 @@ from ds_layerwise.orthogonalize.newton_schulz import (
 from ds_layerwise.orthogonalize.tensor_modes import Cut, TpMode
 from ds_layerwise.orthogonalize.tensor_shards import (
     Axis,
-    ShardPeers,
+    Shards,
     at_all,
     at_owners,
     newton_schulz_of_shards,
@@ -63,11 +66,6 @@ from ds_layerwise.orthogonalize.tensor_shards import (
 NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
 ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
 Line = Literal["row", "column", "longer_side"]
-#: The coefficients of one step per row: the a, b and c of aX + b(XX')X + c(XX')(XX')X.
-Rows = tuple[tuple[float, float, float], ...]
-
-#: Replaces a norm of 0 as a divisor, so that zeros stay zeros.
-TINY = torch.finfo(torch.float32).tiny
 
 
 def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
@@ -91,17 +89,17 @@ def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
 class Batch:
     """``k`` matrices of equal shape that are updated together, as views of their tensors."""
 
-    params: list[Tensor]
-    grads: list[Tensor]
+    params: Tensors
+    grads: Tensors
     states: list[State]
     direction: Tensor
     """The matrices to orthogonalise: ``(k, rows, cols)``, read only."""
-    shape: tuple[int, ...]
+    shape: Shape
     """The shape of each whole matrix."""
-    cut: tuple[Axis, ShardPeers] | None
+    cut: Shards | None
     """See :attr:`.Site.cut`."""
 
-    def state(self, key: str) -> list[Tensor]:
+    def state(self, key: str) -> Tensors:
         """Return the state ``key`` of each of ``params``, as a view."""
         return [state[key] for state in self.states]
 
@@ -123,7 +121,7 @@ class Batch:
         _, peers = self.cut
         return peers.sum_(value)
 
-    def norms(self, matrices: Sequence[Tensor]) -> Tensor:
+    def norms(self, matrices: Tensors) -> Tensor:
         """Return the Frobenius norms of ``k`` matrices, ``(k,)``; for parts, those of the whole
         matrices.
         """
@@ -134,7 +132,7 @@ class Batch:
 
     def norms_of(self, stacked: Tensor) -> Tensor:
         """Return the norms of ``(k, rows, cols)`` as ``(k, 1, 1)``."""
-        return self.norms(list(stacked.unbind())).view(-1, 1, 1)
+        return self.norms(stacked.unbind()).view(-1, 1, 1)
 
 
 class MatrixMomentum(UpdateHooks, KeptMomentum):
@@ -190,8 +188,8 @@ class MatrixMomentum(UpdateHooks, KeptMomentum):
 
     def update_(
         self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        params: Tensors,
+        grads: Tensors,
         states: Sequence[State],
         hyper: Hyper,
         site: Site = ANYWHERE,
@@ -209,7 +207,7 @@ class MatrixMomentum(UpdateHooks, KeptMomentum):
         self,
         groups: Sequence[list[Some]],
         shapes: Sequence[Shape],
-        cut: tuple[Axis, ShardPeers] | None,
+        cut: Shards | None,
     ) -> list[tuple[TpMode, list[list[Some]]]]:
         """Return the groups to update together, and how: with owners, up to about a full batch for
         each rank.
@@ -237,7 +235,7 @@ class MatrixMomentum(UpdateHooks, KeptMomentum):
         """Return the method for ``(rows, cols)`` matrices that are cut along ``axis``."""
         return "duplicated"
 
-    def directions_of(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
+    def directions_of(self, matrices: Tensors, mode: TpMode, site: Site) -> list[Tensor]:
         """Return new matrices for ``matrices``, a list of ``(k, rows, cols)`` in float32."""
         raise NotImplementedError
 
@@ -245,8 +243,8 @@ class MatrixMomentum(UpdateHooks, KeptMomentum):
         self,
         together: Sequence[list[Some]],
         mode: TpMode,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        params: Tensors,
+        grads: Tensors,
         states: Sequence[State],
         hyper: Hyper,
         site: Site,
@@ -278,14 +276,14 @@ class MatrixMomentum(UpdateHooks, KeptMomentum):
             update = self.adapted_(done.pop(0), batch)
             self.decay_(batch.params, unstack(update, batch.params), hyper)
             scale = self.scale_of(*batch.shape)
-            self.step_(batch.params, update, hyper=hyper, scale=scale, norms=batch.norms)
+            self.add_update_(batch.params, update, hyper=hyper, scale=scale, norms=batch.norms)
 
     def _of_wholes(
         self,
         shards: Sequence[Any],
         function: Callable[[Any], Tensor],
         mode: TpMode,
-        cut: tuple[Axis, ShardPeers] | None,
+        cut: Shards | None,
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """Return the parts of ``function`` of whole matrices, which has results in ``dtype``."""
@@ -308,8 +306,8 @@ class MatrixMomentum(UpdateHooks, KeptMomentum):
         self,
         together: Sequence[list[Some]],
         mode: TpMode,
-        params: Sequence[Tensor],
-        cut: tuple[Axis, ShardPeers] | None,
+        params: Tensors,
+        cut: Shards | None,
     ) -> None:
         """Clip the singular values of parameters to ``spectral_clip``."""
         if self.spectral_clip is None:
@@ -334,7 +332,7 @@ class Orthogonalized(MatrixMomentum):
     ns_method: NsMethod = "gram"
     ns_steps: Annotated[int, Field(ge=1, le=1000)] = 5
     ns_coefficients: Annotated[
-        str | Annotated[Rows, Field(min_length=1)],
+        str | Annotated[Coefficients, Field(min_length=1)],
         Field(json_schema_extra={"expects": "a name or a list of [a, b, c]"}),
     ] = "simple"
     ns_dtype: NsDtype = "auto"
@@ -346,9 +344,8 @@ class Orthogonalized(MatrixMomentum):
     def work(self, shape: Shape) -> int:
         """Return the FLOPs of the Newton-Schulz iteration and of hooks."""
         *batch, rows, cols = shape
-        return newton_schulz_flops(
-            rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
-        ) + self.hook_flops(shape)
+        flops = newton_schulz_flops(rows, cols, steps=self.ns_steps, method=self.ns_method)
+        return math.prod(batch) * flops + self.hook_flops(shape)
 
     def shared_work(self, shape: Shape, axis: Axis | None, size: int) -> tuple[int, int]:
         """Return the work, and the bytes that are sent, in the mode of ``muon_tp_mode``."""
@@ -417,7 +414,7 @@ class Orthogonalized(MatrixMomentum):
         """Return the mode of ``muon_tp_mode``."""
         return self._cut(shape, axis, size).mode(self.muon_tp_mode, owners)
 
-    def directions_of(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
+    def directions_of(self, matrices: Tensors, mode: TpMode, site: Site) -> list[Tensor]:
         """Return them orthogonalised."""
         dtype = self.products_in(site.fast_dtypes)
         rows = coefficients(self.ns_coefficients, self.ns_steps)
@@ -429,7 +426,7 @@ class Orthogonalized(MatrixMomentum):
         return self._of_wholes(matrices, partial(newton_schulz, **settings), mode, site.cut, dtype)
 
 
-def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[int, ...]:
+def _whole(shape: Sequence[int], cut: Shards | None) -> Shape:
     """Return the last two sizes of ``shape`` for whole matrices."""
     if cut is None:
         return tuple(shape[-2:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.recipe import Shape, Site
-from ds_layerwise.optimizers.rules.muon_family import TINY, ScaledByShape
-from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, most_together
+from ds_layerwise.optimizers.rules.muon_family import ScaledByShape
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, Tensors, most_together
+from ds_layerwise.orthogonalize.newton_schulz import TINY
 from ds_layerwise.orthogonalize.tensor_modes import TpMode
 
 
@@ -56,7 +56,7 @@ class Rmnp(ScaledByShape):
         lines = 4 * (rows + cols)
         return max(4 * together * (copies * rows * cols + lines), self.hook_workspace(shape))
 
-    def directions_of(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
+    def directions_of(self, matrices: Tensors, mode: TpMode, site: Site) -> list[Tensor]:
         """Return them with lines of norm 1."""
         axis = -1 if self.normalised_per == "row" else -2
         found = []

@@ -12,6 +12,7 @@ from ds_layerwise.optimizers.fields import Positive
 from ds_layerwise.optimizers.recipe import Hyper, HyperText, Shape, State, States
 from ds_layerwise.optimizers.rules.kronecker import EIGH_FLOPS, Kronecker, eigh
 from ds_layerwise.orthogonalize.batching import norms_of
+from ds_layerwise.orthogonalize.newton_schulz import TINY
 
 Grafting = Literal["adam", "none"]
 Statistics = Literal["average", "sum"]
@@ -120,8 +121,7 @@ class Shampoo(Kronecker):
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         roots = (second / correction2).sqrt_().add_(hyper.eps)
         of_adam = roots.reciprocal_().mul_(momentum).div_(correction1)
-        tiny = torch.finfo(update.dtype).tiny
-        return update.mul_(norms_of(of_adam) / norms_of(update).clamp_min(tiny))
+        return update.mul_(norms_of(of_adam) / norms_of(update).clamp_min(TINY))
 
     def _root(self, factor: Tensor, exponent: float) -> Tensor:
         values, vectors = eigh(factor)

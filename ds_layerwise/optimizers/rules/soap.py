@@ -175,25 +175,6 @@ class Soap(Kronecker):
         Raises:
             LinAlgError: a basis cannot be computed.
         """
-        self._add_to_factors(grad, state, step, hyper)
-        if self._is_due(step):
-            for key in self.sides(tuple(grad.shape)):
-                self._renew_basis(key, state, first=step == 1)
-
-    def _hint(self, hyper: Hyper) -> str:
-        """See :meth:`.Kronecker._hint`."""
-        return (
-            f"eps, the least eigenvalue that kl_soap divides by, is {hyper.eps:g}: make it 1e-8; "
-            * (self.kl and hyper.eps < 1e-10)
-        )
-
-    def _add_to_factors(
-        self,
-        grad: Tensor,
-        state: State,
-        step: int,
-        hyper: Hyper,
-    ) -> None:
         kept = self._kept(step)
         for key, other, matrix in (("L", "R", grad), ("R", "L", grad.mT)):
             if key not in state:
@@ -207,6 +188,17 @@ class Soap(Kronecker):
                 seen = matrix @ state[f"Q_{other}"]
                 weighed = seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2)
             state[key].baddbmm_(weighed, seen.mT, beta=kept, alpha=new)
+            del seen, weighed
+        if self._is_due(step):
+            for key in self.sides(tuple(grad.shape)):
+                self._renew_basis(key, state, first=step == 1)
+
+    def _hint(self, hyper: Hyper) -> str:
+        """See :meth:`.Kronecker._hint`."""
+        return (
+            f"eps, the least eigenvalue that kl_soap divides by, is {hyper.eps:g}: make it 1e-8; "
+            * (self.kl and hyper.eps < 1e-10)
+        )
 
     def _renew_basis(self, key: str, state: State, *, first: bool) -> None:
         factor = state[key]

@@ -19,7 +19,7 @@ radius.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_layerwise.optimizers.fields import OrNull, Positive, Share
 from ds_layerwise.optimizers.recipe import Hyper, Recipe, Shape
 from ds_layerwise.optimizers.scalars import add_
-from ds_layerwise.orthogonalize.batching import matrices_of, unstack
+from ds_layerwise.orthogonalize.batching import Tensors, matrices_of, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
     CLIP_STEPS,
     newton_schulz_flops,
@@ -43,7 +43,7 @@ TINY = 1e-15
 
 #: A function that returns the Frobenius norms of ``(rows, cols)`` matrices as ``(k,)``; for parts,
 #: those of the whole matrices.
-Norms = Callable[[Sequence[Tensor]], Tensor]
+Norms = Callable[[Tensors], Tensor]
 
 #: The settings of the size of an update, in any recipe.
 _OF_SIZE = (
@@ -171,9 +171,9 @@ class UpdateHooks(Recipe):
                 summary += f", {key} {list(value) if isinstance(value, tuple) else value}"
         return summary + ", relative_update" * self.relative_update
 
-    def step_(
+    def add_update_(
         self,
-        params: Sequence[Tensor],
+        params: Tensors,
         update: Tensor,
         *,
         hyper: Hyper,
@@ -196,7 +196,7 @@ class UpdateHooks(Recipe):
         if isinstance(self.hyperball, float):
             before = torch.full_like(before, self.hyperball)
         if self.sizing_hook is not None:
-            update.mul_(_ratio(before, norms(list(update.unbind()))).view(-1, 1, 1))
+            update.mul_(_ratio(before, norms(update.unbind())).view(-1, 1, 1))
             scale = 1.0
         add_(params, unstack(update, params), hyper.of(lambda now: -now.lr * scale))
         if self.hyperball is not None:
@@ -227,5 +227,5 @@ def _ratio(wanted: Tensor, norms: Tensor) -> Tensor:
     return torch.where(norms < TINY, 0, wanted / norms.clamp_min(TINY))
 
 
-def _scale_(matrices: Sequence[Tensor], factors: Tensor) -> None:
-    torch._foreach_mul_(list(matrices), list(factors.unbind()))
+def _scale_(matrices: Tensors, factors: Tensor) -> None:
+    torch._foreach_mul_(matrices, factors.unbind())
