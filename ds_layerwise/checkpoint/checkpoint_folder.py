@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
-from zipfile import is_zipfile
 
 import torch
 from deepspeed.checkpoint.constants import (
@@ -24,7 +23,7 @@ from ds_layerwise.checkpoint import atomic
 from ds_layerwise.checkpoint.atomic import pointed
 from ds_layerwise.checkpoint.manifest import FILE_NAME, ByteRange, Manifest, check_file, leads_out
 from ds_layerwise.checkpoint.new_names import first_expert
-from ds_layerwise.checkpoint.plain_values import load_safely, refusing
+from ds_layerwise.checkpoint.plain_values import load_safely, load_trusted
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size, parts_in
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError, few
@@ -249,7 +248,7 @@ class ModelFile:
             path = folder / ZERO3_MODEL_FILE
             if not path.exists():
                 return None
-        load = _load_trusted if trust else _load_client_state
+        load = load_trusted if trust else _load_client_state
         content = load(path)
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerWiseError(
@@ -288,11 +287,7 @@ class ModelFile:
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
         """Return frozen parameters and buffers."""
         left_out = {*trained, *self.aliases}
-        found = {}
-        for name, value in self.module.items():
-            if name not in left_out:
-                found[name] = value
-        return found
+        return {name: value for name, value in self.module.items() if name not in left_out}
 
 
 def shapes_in(content: Mapping[str, Any]) -> dict[str, Shape]:
@@ -359,11 +354,6 @@ def _load_client_state(path: Path) -> Any:
             f"{path} holds objects, such as a client state, that cannot be read without running "
             "code that the file names; if you trust whoever wrote it, add --trust-client-state"
         ) from e
-
-
-def _load_trusted(path: Path) -> Any:
-    with refusing(path):
-        return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
 
 
 #: The names of files beside checkpoints.

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ds_layerwise.checkpoint.manifest import leads_out
 from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.checkpoint.plain_values import UNREADABLE, naming
-from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.record import Header, PieceRecord, Pieces, RuleRecord
 from ds_layerwise.checkpoint.single_file import Beside
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.recipe import Shape
@@ -317,7 +317,7 @@ class ShardedCheckpoint:
         """Replace an error of torch from reading by one that names ``what`` in the checkpoint."""
         try:
             yield
-        except (*UNREADABLE, ImportError) as e:
+        except UNREADABLE as e:
             raise LayerWiseError(f"{self._where} {what} ({type(e).__name__}: {e})") from e
 
     def _header_of(self, shapes: dict[str, Shape], rules: Mapping[str, RuleRecord]) -> Header:
@@ -367,7 +367,7 @@ class ShardedCheckpoint:
             for path, target in targets.items():
                 self.beside.check(path, *held_of(target))
 
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+    def pieces(self, name: str, start: int, stop: int) -> Pieces:
         """Return one piece: the elements ``[start, stop)`` and the rest of their checksum blocks,
         read into host memory.
         """

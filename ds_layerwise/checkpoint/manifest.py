@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -106,9 +106,12 @@ class Manifest:
                 raise ValueError("its own digest does not match")
             if outside := sorted(filter(leads_out, files)):
                 raise ValueError(f"it lists {outside[0]!r}, which is outside of the folder")
-            return cls(
-                {name: tuple(_placed(ranges)) for name, ranges in files.items()}, _save_id(content)
-            )
+            if unknown := content.keys() - {"format", "digest", "save", "files"}:
+                raise ValueError(f"it has an entry {min(unknown)!r}, which no save writes")
+            save_id = content["save"]["id"]
+            if _digest(save_id) != content["save"]["digest"]:
+                raise ValueError("the digest of its save does not match")
+            return cls({name: tuple(_placed(of)) for name, of in files.items()}, str(save_id))
 
     def check(
         self, folder: Path, *, rank: int = 0, world_size: int = 1, quiet: bool = False
@@ -182,20 +185,6 @@ def leads_out(name: str) -> bool:
     ``.`` or ``..``.
     """
     return "\0" in name or any(part in ("", ".", "..") for part in name.split("/"))
-
-
-def _save_id(content: Mapping[str, Any]) -> str:
-    """Return the identifier of the save that wrote ``content``.
-
-    Raises:
-        ValueError: it is not valid.
-    """
-    if unknown := content.keys() - {"format", "digest", "save", "files"}:
-        raise ValueError(f"it has an entry {min(unknown)!r}, which no save writes")
-    save = content["save"]
-    if _digest(save["id"]) != save["digest"]:
-        raise ValueError("the digest of its save does not match")
-    return str(save["id"])
 
 
 def _digest(files: object) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ds_layerwise.checkpoint.record import BY_NAME, Header, PieceRecord, Saved
+from ds_layerwise.checkpoint.record import BY_NAME, Header, Pieces, Saved
 from ds_layerwise.errors import LayerWiseError, few
 from ds_layerwise.output import announce
 
@@ -213,6 +213,6 @@ class Renamed:
                 renamed[key] = {called(name): of for name, of in values.items()}
         return replace(header, **renamed)
 
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+    def pieces(self, name: str, start: int, stop: int) -> Pieces:
         """See :meth:`.record.Saved.pieces`."""
         return self._saved.pieces(self._old[name], start, stop)

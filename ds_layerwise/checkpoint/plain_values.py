@@ -238,6 +238,7 @@ UNREADABLE = (
     EOFError,
     OSError,
     MemoryError,
+    ImportError,
     UnpicklingError,
     struct.error,
     *_MALFORMED,
@@ -300,7 +301,7 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
         raise LayerWiseError(
             f"{path} is {'not a file' if path.exists() else 'missing'}; the checkpoint is not whole"
         )
-    with refusing(path):
+    with _refusing(path):
         try:
             return _load(path, READABLE)
         except UnpicklingError:
@@ -316,12 +317,22 @@ def load_bytes_safely(content: bytes, path: Path) -> Any:
     """Read the output of ``torch.save`` in ``content``, a part of the file ``path``, as in
     :func:`load_safely`.
     """
-    with refusing(path):
+    with _refusing(path):
         return _load(BytesIO(content), READABLE)
 
 
+def load_trusted(path: Path) -> Any:
+    """Read a file that ``torch.save`` wrote, and run the code that it names.
+
+    Raises:
+        LayerWiseError: the file is missing or damaged.
+    """
+    with _refusing(path):
+        return _load(path, [], weights_only=False)
+
+
 @contextmanager
-def refusing(path: Path) -> Iterator[None]:
+def _refusing(path: Path) -> Iterator[None]:
     """Name ``path`` in the error if torch cannot read it, without torch's advice to run the code in
     it.
 
@@ -330,7 +341,7 @@ def refusing(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (*UNREADABLE, ImportError) as e:
+    except UNREADABLE as e:
         text = str(e)
         if isinstance(e, UnpicklingError):
             found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
@@ -343,11 +354,11 @@ def refusing(path: Path) -> Iterator[None]:
         ) from e
 
 
-def _load(source: Path | BytesIO, known: list[Any]) -> Any:
+def _load(source: Path | BytesIO, known: list[Any], *, weights_only: bool = True) -> Any:
     with torch.serialization.safe_globals(known):
         return torch.load(
             source,
             map_location="cpu",
             mmap=isinstance(source, Path) and is_zipfile(source),
-            weights_only=True,
+            weights_only=weights_only,
         )

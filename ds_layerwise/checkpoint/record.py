@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.any_torch import are_one_family, family_at
-from ds_layerwise.optimizers.recipe import Shape
+from ds_layerwise.optimizers.recipe import Shape, State
 
 #: The text in a header for a save between the first micro-batch of a step and its update.
 WITHIN_STEP = "within a step"
@@ -53,10 +53,10 @@ class PieceRecord:
     name: str
     param_start: int
     master: Tensor
-    state: dict[str, Tensor]
+    state: State
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> State:
         """The states by key, and the master under the empty key."""
         return {"": self.master, **self.state}
 
@@ -83,6 +83,10 @@ class PieceRecord:
         return travels_as(key for key in self.state if key == "step" or self.is_elementwise(key))
 
 
+#: Pieces of one parameter.
+Pieces = Sequence[PieceRecord]
+
+
 def fits(saved: Sequence[int], own: Sequence[int]) -> bool:
     """Tell whether a tensor of the shape ``saved`` is one of the shape ``own``: ZeRO stage 3 makes
     0-d parameters 1-D.
@@ -90,7 +94,7 @@ def fits(saved: Sequence[int], own: Sequence[int]) -> bool:
     return (tuple(saved) or (1,)) == (tuple(own) or (1,))
 
 
-def in_one_piece(name: str, tensors: Mapping[str, Tensor], shape: Shape) -> Sequence[PieceRecord]:
+def in_one_piece(name: str, tensors: Mapping[str, Tensor], shape: Shape) -> Pieces:
     """Return a whole parameter, given by its states and its master under the empty key, as pieces.
     States are 1-D if they have the parameter's ``shape``; one of another shape may have the same
     number of elements by chance.
@@ -218,7 +222,7 @@ class Saved(Protocol):
     def header(self) -> Header:
         """The part of the checkpoint that is not tensors."""
 
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+    def pieces(self, name: str, start: int, stop: int) -> Pieces:
         """Return the pieces that contain any of the elements ``[start, stop)`` of ``name``, in
         ascending order of elements.
 
@@ -236,7 +240,7 @@ def weights_in(saved: Saved, name: str, shape: Shape) -> Tensor:
     return value_in(saved.pieces(name, 0, math.prod(shape)), "", shape)
 
 
-def value_in(pieces: Sequence[PieceRecord], key: str, shape: Shape) -> Tensor:
+def value_in(pieces: Pieces, key: str, shape: Shape) -> Tensor:
     """Return the state ``key`` of a parameter of ``shape``, or the master for the empty key, from
     all pieces of it.
 

@@ -43,6 +43,7 @@ from ds_layerwise.checkpoint.record import (
     BY_NAME,
     Header,
     PieceRecord,
+    Pieces,
     RuleRecord,
     step_tensor,
     travels_as,
@@ -318,7 +319,7 @@ class RegularCheckpoint:
         for rank in range(self.world_size):
             self.state_dict(rank)
 
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+    def pieces(self, name: str, start: int, stop: int) -> Pieces:
         """See :meth:`.record.Saved.pieces`."""
         found: list[PieceRecord] = []
         for other in self._others.get(name, ()):

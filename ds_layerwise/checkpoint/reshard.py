@@ -20,6 +20,7 @@ from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.checkpoint.record import (
     Cuts,
     PieceRecord,
+    Pieces,
     RuleRecord,
     Saved,
     fits,
@@ -146,7 +147,7 @@ class Recut:
             )
         return torch.split(whole, lengths, axis + 1)[self._number % now].flatten(axis, axis + 1)
 
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+    def pieces(self, name: str, start: int, stop: int) -> Pieces:
         """Return one piece, if ``name`` is cut; see :meth:`.record.Saved.pieces`."""
         if name not in {*self._was, *self._now}:
             return self._parts[0].pieces(name, start, stop)
@@ -192,7 +193,7 @@ def plan_load(
         start = piece.param_start
         stop = piece.param_start + piece.master.numel()
         numel = math.prod(shapes.get(piece.name, ()))
-        sources: Sequence[PieceRecord] = ()
+        sources: Pieces = ()
         names = {}
         if piece.name in shapes:
             sources = saved.pieces(piece.name, start, stop)
@@ -234,7 +235,7 @@ def _kept(
     piece: PieceRecord,
     old: RuleRecord | None,
     new: RuleRecord,
-    sources: Sequence[PieceRecord],
+    sources: Pieces,
     config: LayerWiseConfig,
 ) -> tuple[dict[str, str], str]:
     """Return the states of ``new``, each with the state of ``old`` that it continues from, and the
@@ -291,9 +292,7 @@ def _shared(old: RuleRecord, new: RuleRecord) -> dict[str, str]:
     return {new.gradient_average: old.gradient_average}
 
 
-def _of_other_shapes(
-    piece: PieceRecord, keys: Sequence[str], sources: Sequence[PieceRecord]
-) -> Iterator[str]:
+def _of_other_shapes(piece: PieceRecord, keys: Sequence[str], sources: Pieces) -> Iterator[str]:
     """Yield those of ``keys`` whose shapes differ, each with its shape in ``sources`` and in
     ``piece``.
     """
@@ -310,7 +309,7 @@ def _of_other_shapes(
 
 
 def _copies(
-    piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord], numel: int
+    piece: PieceRecord, names: Mapping[str, str], sources: Pieces, numel: int
 ) -> Iterator[Copy]:
     """Yield the copies of the states ``names`` of ``piece``.
 

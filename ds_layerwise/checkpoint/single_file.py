@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_layerwise.checkpoint import atomic
-from ds_layerwise.checkpoint.plain_values import check_format, load_bytes_safely, naming
-from ds_layerwise.checkpoint.record import Header, PieceRecord, in_one_piece
-from ds_layerwise.checkpoint.regular import FORMAT, KEY, describe, header_of
+from ds_layerwise.checkpoint.plain_values import load_bytes_safely, naming
+from ds_layerwise.checkpoint.record import Header, Pieces, in_one_piece
+from ds_layerwise.checkpoint.regular import describe, header_of, ours_of
 from ds_layerwise.errors import LayerWiseError
 
 #: The end and the checksum of blocks, by the name of a tensor in the file and the block's first
@@ -75,7 +75,7 @@ class Beside:
             if hashlib.sha256(body).digest() != raw[-_DIGEST:]:
                 raise ValueError("its header or its checksums differ from the saved ones")
             found = load_bytes_safely(body, path)
-            check_format(found[KEY]["format"], FORMAT, path)
+            ours_of(found, path)
             self.header = header_of(found)
             self.save_id = found[_SAVE]
             self.sums: Sums = found[_SUMS]
@@ -220,7 +220,7 @@ class OneFile:
                         "again with save_state_dict_to_file()"
                     )
 
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+    def pieces(self, name: str, start: int, stop: int) -> Pieces:
         """Return one piece, the whole parameter. The elements ``[start, stop)`` are compared with
         their checksums.
         """

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from ds_layerwise.checkpoint.plain_values import load_safely, naming
 from ds_layerwise.checkpoint.record import (
     ADAM,
     Header,
-    PieceRecord,
+    Pieces,
     RuleRecord,
     Saved,
     in_one_piece,
@@ -67,10 +67,7 @@ def told_the_converter(shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """
     # The converter would concatenate 0-d parameters, unless it is told that every tensor-parallel
     # rank has all of them.
-    whole = []
-    for name, shape in shapes.items():
-        if not shape:
-            whole.append(f"{re.escape(name)}$")
+    whole = [f"{re.escape(name)}$" for name, shape in shapes.items() if not shape]
     return {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         TP_REPLICATED_PARAMETER_PATTERNS: whole,
@@ -196,7 +193,7 @@ class UniversalCheckpoint:
             )
         return self._read(path)
 
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+    def pieces(self, name: str, start: int, stop: int) -> Pieces:
         """Return one piece, the whole parameter; see :meth:`.record.Saved.pieces`."""
         tensors = {key: self.value(name, key or "fp32") for key in self.header.keys(name)}
         return in_one_piece(name, tensors, self.header.shapes[name])
@@ -269,10 +266,7 @@ def write_common(saved: RegularCheckpoint, header: Header, folder: Path) -> list
     """
     state_dict = saved.state_dict(0)
     (folder / "zero").mkdir(parents=True, exist_ok=True)
-    common = {}
-    for key, value in state_dict.items():
-        if key not in _OF_ONE_RANK:
-            common[key] = value
+    common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
     common[KEY] = {
         **state_dict[KEY],

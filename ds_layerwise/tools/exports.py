@@ -98,21 +98,9 @@ def to_universal(path: Path, out: Path, reading: Reading, *, overwrite: bool) ->
         raise LayerWiseError(
             f"{source} has no model file, so its frozen parameters and buffers are lost"
         )
-    try:
-        atomic.begin(out)
-        parts = _write_universal(saved, model, atomic.incomplete_folder(out), reading)
-        atomic.commit(out, Manifest.merged(parts))
-    finally:
-        atomic.abandon(out)
-    atomic.point(out.parent / universal.LATEST, out.name)
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    count = len(saved.header.shapes)
-    return f"{out}: {count} parameters with their states, {size} bytes, from {source}"
+    header = saved.header
+    folder = atomic.incomplete_folder(out)
 
-
-def _write_universal(
-    saved: RegularCheckpoint, model: ModelFile, folder: Path, reading: Reading
-) -> list[Manifest]:
     def write(name: str) -> Manifest:
         try:
             return Manifest.of(folder, universal.write_parameters(saved, folder, [name]))
@@ -122,15 +110,21 @@ def _write_universal(
                 f"{folder / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
             ) from e
 
-    header = saved.header
     sized = [
-        (name, 4 * math.prod(shape) * (1 + len(header.rules[name].state_keys)))
+        (name, 4 * math.prod(shape) * len(header.keys(name)))
         for name, shape in header.shapes.items()
     ]
-    parts = reading.in_parallel(write, sized, "write")
-    rest = universal.write_common(saved, header, folder)
-    rest += universal.write_model(model.path, model.others(header.shapes), folder)
-    return [*parts, Manifest.of(folder, rest)]
+    try:
+        atomic.begin(out)
+        parts = reading.in_parallel(write, sized, "write")
+        rest = universal.write_common(saved, header, folder)
+        rest += universal.write_model(model.path, model.others(header.shapes), folder)
+        atomic.commit(out, Manifest.merged([*parts, Manifest.of(folder, rest)]))
+    finally:
+        atomic.abandon(out)
+    atomic.point(out.parent / universal.LATEST, out.name)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return f"{out}: {len(sized)} parameters with their states, {size} bytes, from {source}"
 
 
 def consolidate(
