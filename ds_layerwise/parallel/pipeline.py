@@ -17,7 +17,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
-from torch import Tensor, nn
+from torch import nn
 
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import LayerWiseConfig
@@ -135,7 +135,12 @@ def elsewhere(
     )
     here = comm.rank_of(group)
     linear_after = matrices_elsewhere = False
-    followed = _tied_after(model, linears)
+    followed = False
+    if linears:
+        # The order of modules does not tell that a layer with tied weights comes later.
+        layer = linears[-1][0].partition(".")[0]
+        later = model._layer_specs[int(layer) + 1 :] if layer.isdecimal() else ()
+        followed = any(isinstance(spec, TiedLayerSpec) for spec in later)
     for index, stage in enumerate(stages):
         tables |= stage[0]
         heads |= stage[1]
@@ -155,17 +160,6 @@ def elsewhere(
         head_shapes=frozenset(heads),
         matched=used,
     )
-
-
-def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) -> bool:
-    """Tell whether a layer with tied weights comes after that of the last of ``linears``. The order
-    of modules does not tell this.
-    """
-    if not linears:
-        return False
-    layer = linears[-1][0].partition(".")[0]
-    later = model._layer_specs[int(layer) + 1 :] if layer.isdecimal() else ()
-    return any(isinstance(spec, TiedLayerSpec) for spec in later)
 
 
 def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int] | None:

@@ -155,9 +155,7 @@ def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:
     Raises:
         LayoutError: one differs.
     """
-    sums = {}
-    for name, value in copies.items():
-        sums[name] = checksum_of(value)
+    sums = {name: checksum_of(value) for name, value in copies.items()}
     everyone = comm.gather_objects(sums, group=group)
     for rank, theirs in enumerate(everyone):
         for name in copies:

@@ -29,7 +29,7 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 from ds_layerwise.routing.module_of import config_value, kind_of, weights_of
 from ds_layerwise.routing.part_views import Parts
-from ds_layerwise.routing.routes import Route, parts_of, with_parts
+from ds_layerwise.routing.routes import Route, with_parts
 from ds_layerwise.routing.tensor_marks import heads_here, runs_of
 
 #: The layers of queries, and of keys and values, whose heads can become separate matrices.
@@ -262,12 +262,31 @@ def split_as_told(
         tp_size: the number of ranks that tensor parallelism has cut parameters for.
 
     Raises:
-        RoutingError: the parts do not fit, or tensor parallelism has cut the parameter through
-            them.
+        RoutingError: ``route`` has no matrix, its size differs from that of the parts together, or
+            tensor parallelism has cut the parameter through them.
     """
     if split is None or not split.parts:
         return route
-    parts = parts_of(route, split, outputs=outputs_of(module, route), tp_size=tp_size)
+    axis = outputs_of(module, route)
+    if split.axis == "in":
+        axis = -1 if axis == -2 else -2
+    parts = Parts(axis, split.parts, split.groups)
+    shape = route.matrices
+    if shape is None:
+        raise RoutingError(
+            f"{route.name}: layerwise.overrides splits it into {split!r}, but it goes to "
+            f"{route.recipe.rule} ({route.reason}), which does not see it as a matrix; narrow the "
+            "pattern"
+        )
+    length = route.whole_shape(shape, tp_size)[axis]
+    if parts.length != length:
+        raise RoutingError(
+            f"{route.name} {shape}: layerwise.overrides splits it into {split!r}, "
+            f"which is {parts.length} in all, and it has {length} "
+            f"{'rows' if axis == -2 else 'columns'}"
+            f"{' over all tensor-parallel ranks' * (length != shape[axis])}; correct "
+            "the sizes, or split_axis, or split_groups, or leave split out"
+        )
     return _with_parts_here(route, parts, param, tp_size)
 
 

@@ -118,29 +118,18 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     parametrized = _lists(module).get("weight")
     if parametrized is not None:
         params = parametrized._parameters.values()
-        found: list[Tensor] = []
-        for param in params:
-            if param is not None and not is_gain(param):
-                found.append(param)
-        return found
+        # A gain has fewer than two axes longer than 1.
+        return [p for p in params if p is not None and p.numel() > max(p.shape, default=1)]
     # The older tools store the computed weight as an ordinary attribute.
     if "weight" in vars(module):
         for name in _OLDER:
-            if name in module._parameters:
-                older = module._parameters[name]
-            else:
-                older = None
-            if isinstance(older, Tensor):
+            older = getattr(module, name, None)
+            if isinstance(older, nn.Parameter):
                 return [older]
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return [weight]
     return []
-
-
-def is_gain(param: Tensor) -> bool:
-    """Tell whether ``param`` has fewer than two axes longer than 1."""
-    return param.numel() <= max(param.shape, default=1)
 
 
 def _lists(module: nn.Module) -> dict[str, ParametrizationList]:

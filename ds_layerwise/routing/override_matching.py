@@ -59,19 +59,14 @@ def facts_of(
             shape = whole_dims(name, param, tp_size)
         names = (experts or {}).get(name, (name,))
         shape = whole_shape(names, shape)
-        modules = _classes(holders[param])
+        modules: list[str] = []
+        for kind in dict.fromkeys(kind_of(module) for _, module in holders[param]):
+            modules += kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
         facts[name] = [
-            Facts(name=called, shape=shape, modules=modules, param=param)
+            Facts(name=called, shape=shape, modules=tuple(modules), param=param)
             for called in dict.fromkeys(names)
         ]
     return facts
-
-
-def _classes(holders: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
-    names: list[str] = []
-    for kind in dict.fromkeys(kind_of(module) for _, module in holders):
-        names += kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
-    return tuple(names)
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class Seen(NamedTuple):
     param: Tensor
     grad: Tensor
     state: State
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     like: Set[str] = frozenset()
 
     def copy(self) -> Seen:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_layerwise.config.overrides import Split
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Recipes
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.any_torch import ClientTorch, is_path
@@ -281,9 +280,7 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
         elif key not in ("optimizer", "num_heads", "split"):
             settings[key] = value
     recipe = route.recipe
-    of_all = Recipe.keys()
-    of_rule = [key for key in recipe.keys() if key not in of_all]
-    takes = (*of_rule, *recipe.hyper, "weight_decay", *of_all, "lr", "lr_scale", "min_lr")
+    takes = _taken_by(recipe)
     for key in (*settings, *own):
         if key not in takes:
             raise RoutingError(
@@ -306,6 +303,13 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     return replace(route, recipe=recipe, **own)
 
 
+def _taken_by(recipe: Recipe) -> list[str]:
+    """Return the keys of overrides for a parameter with ``recipe``, beside those that choose it."""
+    of_all = Recipe.keys()
+    of_rule = [key for key in recipe.keys() if key not in of_all]
+    return [*of_rule, *recipe.hyper, "weight_decay", *of_all, "lr", "lr_scale", "min_lr"]
+
+
 def _check_decay(name: str, recipe: Recipe, wanted: float | None) -> None:
     decay = recipe.own_weight_decay
     if decay is not None and wanted not in (None, decay):
@@ -317,7 +321,7 @@ def _check_decay(name: str, recipe: Recipe, wanted: float | None) -> None:
 
 
 def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], what: str) -> None:
-    of_the_run = recipes.matrix if recipe.lr_ratio == "matrix_lr_ratio" else recipes.scalar
+    of_the_run = recipes.matrix if recipe.for_matrices else recipes.scalar
     has_other_size = recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw
     if has_other_size and not {"lr", "lr_scale"} & changes.keys():
         raise RoutingError(
@@ -338,10 +342,8 @@ def with_effect(
     """
     if not recipes.are_one or route.recipe.for_matrices:
         return route, changes
-    takes = {"optimizer", "weight_decay", "lr", "lr_scale", "min_lr"}
-    takes.update(route.recipe.keys(), route.recipe.hyper)
     counts = dict(changes)
-    idle = [key for key in changes if key not in takes]
+    idle = [key for key in changes if key not in ("optimizer", *_taken_by(route.recipe))]
     for key in idle:
         del counts[key]
     return route.because(f"{', '.join(idle)} without effect") if idle else route, counts
@@ -367,37 +369,6 @@ def forced_matrix_shape(name: str, shape: Shape, reason: str) -> Shape:
     return (shape[0], math.prod(shape[1:]))
 
 
-def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> Parts:
-    """Return the parts into which ``split`` cuts the matrix of ``route``, over all tensor shards.
-
-    Args:
-        outputs: the axis of the matrix with the outputs of its layer.
-        tp_size: the number of tensor shards along ``route.tp_axis``.
-
-    Raises:
-        RoutingError: ``route`` has no matrix, or its size differs from that of the parts together.
-    """
-    axis: Axis = outputs if split.axis == "out" else -3 - outputs  # type: ignore[assignment]
-    parts = Parts(axis, split.parts, split.groups)
-    shape = route.matrices
-    if shape is None:
-        raise RoutingError(
-            f"{route.name}: layerwise.overrides splits it into {split!r}, but it goes to "
-            f"{route.recipe.rule} ({route.reason}), which does not see it as a matrix; narrow the "
-            "pattern"
-        )
-    length = route.whole_shape(shape, tp_size)[axis]
-    if parts.length != length:
-        raise RoutingError(
-            f"{route.name} {shape}: layerwise.overrides splits it into {split!r}, "
-            f"which is {parts.length} in all, and it has {length} "
-            f"{'rows' if axis == -2 else 'columns'}"
-            f"{' over all tensor-parallel ranks' * (length != shape[axis])}; correct "
-            "the sizes, or split_axis, or split_groups, or leave split out"
-        )
-    return parts
-
-
 def with_parts(route: Route, parts: Parts) -> Route:
     """Return ``route`` with a rule that sees ``parts``, as far as they are on this rank."""
     groups = ""
@@ -406,20 +377,17 @@ def with_parts(route: Route, parts: Parts) -> Route:
     return replace(route, parts=parts).because(f"parts {', '.join(parts.names)}{groups}")
 
 
-def require_a_matrix(
-    routes: Collection[Route], *, why_none: str = "no parameter requires a gradient; unfreeze some"
-) -> None:
+def require_a_matrix(routes: Collection[Route]) -> None:
     """Refuse a model without any parameter for the matrix optimizer, unless overrides caused that
     or the user chose every recipe.
-
-    Args:
-        why_none: the reason for the error if there is no route at all.
 
     Raises:
         RoutingError: the routing rules send no parameter to the matrix optimizer.
     """
     if not routes:
-        raise RoutingError(f"there is nothing to train: {why_none}")
+        raise RoutingError(
+            "there is nothing to train: no parameter requires a gradient; unfreeze some"
+        )
     if all(route.by_user for route in routes):
         return
     for route in routes:
@@ -449,7 +417,7 @@ def idle_keys(
     """
     acting = _acting_keys(optimizer, routes)
     idle = [f"optimizer.params.{key}" for key in optimizer.given if key not in acting]
-    idle += [f"layerwise.{key}" for key in _idle_in_layerwise(optimizer, layerwise, routes)]
+    idle += _idle_in_layerwise(optimizer, layerwise, routes)
     if layerwise.param_wire is not None and not any(route.whole for route in routes):
         idle.append("layerwise.param_wire")
     for i, keys in enumerate(groups):
@@ -460,23 +428,20 @@ def idle_keys(
 
 def _idle_in_layerwise(
     optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Collection[Route]
-) -> list[str]:
-    idle = []
+) -> Iterator[str]:
     if layerwise.monitor.every > 1 and not layerwise.monitor.asks:
-        idle.append("monitor.every")
+        yield "layerwise.monitor.every"
     has_client = any(isinstance(route.recipe, ClientTorch) for route in routes)
     if layerwise.client_optimizer.split != "whole" and not has_client:
-        idle.append("client_optimizer")
-    if layerwise.apply_wd_to_qk_layernorm:
-        has_qk_norm = any(
-            QK_NORM.fullmatch(route.name) for route in routes if not route.recipe.for_matrices
-        )
-        if optimizer.decay_vectors or not has_qk_norm:
-            idle.append("apply_wd_to_qk_layernorm")
+        yield "layerwise.client_optimizer"
+    of_scalars = [route.name for route in routes if not route.recipe.for_matrices]
+    if layerwise.apply_wd_to_qk_layernorm and (
+        optimizer.decay_vectors or not any(map(QK_NORM.fullmatch, of_scalars))
+    ):
+        yield "layerwise.apply_wd_to_qk_layernorm"
     for key, sets in OF_TABLES.items():
         if getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes)):
-            idle.append(key)
-    return idle
+            yield f"layerwise.{key}"
 
 
 def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[str]:

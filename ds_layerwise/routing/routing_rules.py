@@ -66,7 +66,7 @@ from ds_layerwise.routing.module_of import (
     shape_in,
 )
 from ds_layerwise.routing.output_heads import Elsewhere, output_heads
-from ds_layerwise.routing.override_matching import Changes, facts_of, holders_of, overrides_by_name
+from ds_layerwise.routing.override_matching import facts_of, holders_of, overrides_by_name
 from ds_layerwise.routing.routes import (
     OF_TABLES,
     ParamGroups,
@@ -146,7 +146,7 @@ class Subject:
 
 
 def route_parameters(
-    model: nn.Module, param_groups: ParamGroups, settings: RouteSettings = RouteSettings()
+    model: nn.Module, param_groups: ParamGroups, settings: RouteSettings
 ) -> dict[str, Route]:
     """Return the routes of the trainable parameters of ``param_groups``, in the order of
     ``model.named_parameters()``.
@@ -175,8 +175,9 @@ def route_parameters(
     for name, param in trained.items():
         changes = merged[name]
         vector, table = _kinds(name, param, holders[param], heads.get(param))
-        if table is not None:
-            changes = _of_table(changes, layerwise)
+        for key, sets in OF_TABLES.items():
+            if table is not None and (value := getattr(layerwise, key)) is not None:
+                changes = changes.joined(f"layerwise.{key}", {sets: value})
         group = group_of[name]
         use_muon = param_groups[group].get("use_muon")
         subject = Subject(
@@ -196,18 +197,6 @@ def route_parameters(
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes
-
-
-def _of_table(changes: Changes, layerwise: LayerWiseConfig) -> Changes:
-    """Return ``changes`` of an embedding or an output head with the values that keys set for those.
-
-    Raises:
-        RoutingError: an override sets a different value.
-    """
-    for key, sets in OF_TABLES.items():
-        if (value := getattr(layerwise, key)) is not None:
-            changes = changes.joined(f"layerwise.{key}", {sets: value})
-    return changes
 
 
 def _route_of(subject: Subject) -> Route:
@@ -400,7 +389,7 @@ def _trained(
                 "no parameter was given to initialize(); give model_parameters=model.parameters(), "
                 "or None for all (a generator or a filter is empty once it has been gone through)"
             )
-        require_a_matrix((), why_none=why)
+        raise RoutingError(f"there is nothing to train: {why}")
     return trained
 
 

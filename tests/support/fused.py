@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.optimizers.rules.muon_family import Muon
+from ds_layerwise.routing.fused_parts import split_as_told
 from ds_layerwise.routing.part_views import Parts
-from ds_layerwise.routing.routes import Route, parts_of
+from ds_layerwise.routing.routes import Route
 from tests.support.reference import whole_number_gradients
 
 #: The shape of each parameter, and the entry of an override for its parts: unequal ones; columns with heads;
@@ -32,7 +33,9 @@ def parts_in(name: str) -> Parts:
     shape, entry = FUSED[name]
     split = Override.from_entry("override", {"name": name, **entry}).changes()["split"]
     route = Route(name=name, recipe=Muon(), reason="", group=0, matrix_shape=shape)
-    return parts_of(route, split, outputs=-2)
+    parts = split_as_told(route, split, nn.Identity(), torch.empty(shape), 1).parts
+    assert parts is not None
+    return parts
 
 
 def by_index(whole: Tensor, parts: Parts) -> dict[str, Tensor]:
