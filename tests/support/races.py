@@ -68,9 +68,15 @@ class Timeline:
         for stream, done in known.items():
             self.knows[stream] = max(done, self.knows.get(stream, 0))
 
+    def synchronize(self) -> None:
+        """Let the host wait for all that was queued here, and with it whatever it queues later."""
+        self.machine.host.waits += 1
+        self.machine.host.learn(self.everything())
+
     def has_seen(self, stream: Timeline, number: int) -> bool:
         """Return whether operation ``number`` of ``stream`` is over when the next one here begins."""
-        return stream is self or self.knows.get(stream, 0) >= number
+        host = self.machine.host
+        return stream in (self, host) or max(self.knows.get(stream, 0), host.knows.get(stream, 0)) >= number
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ class Machine(Streams, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         Streams.__init__(self, functools.partial(Timeline, self, "another"))
         self.current.name = "first"
+        self.host = Timeline(self, "of the host")
+        """The host, whose own operations are over at once."""
         self._memories: dict[int, Memory] = {}
         self._of_groups: dict[Any, Timeline] = {}
         self.launched: list[tuple[Any, Timeline]] = []

@@ -14,6 +14,7 @@ from ds_layerwise.optimizers.mxfp8 import MXFP8, decode_, encode, encoded_bytes,
 from ds_layerwise.plan.layout.transfer_plan import Deal, Round, Stretch, completed, seen_by
 from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned.buffers import DTYPES, lay_in_rows, out_of_rows
 
 #: Returns this rank's cut of an item, or its shard of a bucket, 1-D.
@@ -33,6 +34,12 @@ def _go_on(_: Sequence[int]) -> None:
 
 class Transfer:
     """Moves the contents of this rank's cuts to their owners, and back.
+
+    Note: cuts in host memory
+        What has arrived on a device is copied to them on a stream of its own, beside the next
+        update. Before another round takes memory of the device, the computation waits for the copy,
+        so that no more rounds have memory than with cuts on the device. The host waits once, in
+        :meth:`finish`; where cuts are not page-locked, for each copy.
 
     Args:
         rank: the number of this rank in the layout.
@@ -66,6 +73,10 @@ class Transfer:
         self._cut_of = cut_of
         self._shard_of = shard_of
         self._then = then
+        self._outgoing: SideStream | None = None
+        """The stream of copies to the host, if there were any."""
+        self._leaving = comm.Pending()
+        """The latest of these copies."""
         # A rank without a shard, or without a part of one, sends and receives nothing of a dtype.
         self._nothing = {
             dtype: torch.empty(0, dtype=torch_dtype, device=device)
@@ -185,8 +196,11 @@ class Transfer:
         self._end(but=0)
 
     def finish(self) -> None:
-        """Wait for all pending rounds."""
+        """Wait for all pending rounds. Cuts in host memory may be read on the host then."""
         self._end(but=0)
+        self._leaving.wait()
+        if self._outgoing is not None:
+            self._outgoing.synchronize()
         self.restart()
 
     def _end(self, *, but: int) -> None:
@@ -198,6 +212,7 @@ class Transfer:
 
     def to_cuts(self, round_: Round) -> comm.Pending:
         """Begin one round of the way back: every owner's shard into the cuts of all ranks."""
+        self._leaving.wait()
         nothing = self._nothing[round_.deal.dtype]
         own = self._own(round_)
         if round_.deal.in_mxfp8 and own.dtype == torch.float32:
@@ -233,13 +248,25 @@ class Transfer:
         def into_place() -> None:
             if in_mxfp8:
                 decode_(packed, arrived)
-            unpack(packed, _parts(round_.runs, self._cut_of))
+            self._unpack(packed, _parts(round_.runs, self._cut_of))
             if round_.stay is not None:
                 (stay,) = _parts([round_.stay], self._cut_of)
                 if stay.data_ptr() != stays.data_ptr():
                     stay.copy_(stays)
 
         return comm.Pending([work], into_place, keep=sent)
+
+    def _unpack(self, packed: Tensor, cuts: list[Tensor]) -> None:
+        """Copy the parts of ``packed`` into ``cuts``, or begin to if any is in host memory."""
+        if not _on_host(cuts, beside=packed):
+            unpack(packed, cuts)
+            return
+        self._leaving.wait()
+        self._outgoing = self._outgoing or SideStream()
+        self._outgoing.follow()
+        with self._outgoing:
+            unpack(packed, cuts)
+        self._leaving = comm.Pending([self._outgoing.moment()], keep=packed)
 
 
 def _split(round_: Round, shard: Tensor) -> tuple[Tensor, ...]:
@@ -276,7 +303,13 @@ def _rows(round_: Round, shard: Tensor, moved: Tensor) -> list[tuple[Stretch, Te
     return found
 
 
+def _on_host(cuts: Sequence[Tensor], *, beside: Tensor) -> bool:
+    """Tell whether any of ``cuts`` is in host memory, and ``beside`` is not."""
+    return any(cut.device != beside.device for cut in cuts)
+
+
 def unpack(packed: Tensor, places: list[Tensor]) -> None:
-    """Copy the parts of ``packed`` into ``places``."""
+    """Copy the parts of ``packed`` into ``places``. For page-locked ones the host does not wait."""
     if places:
-        torch._foreach_copy_(places, packed.split_with_sizes([place.numel() for place in places]))
+        parts = packed.split_with_sizes([place.numel() for place in places])
+        torch._foreach_copy_(places, parts, non_blocking=True)

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, new_shards
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
-from ds_layerwise.ranks.sync import bucket_transfers
+from ds_layerwise.ranks.sync import bucket_transfers, transfer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
@@ -259,7 +260,7 @@ def test_memory_of_buckets_is_there_for_the_exchange(machine, monkeypatch):
 
 
 class Cuts:
-    """Cuts of one rank, which stay on the device, and the stream on which DeepSpeed fetches them."""
+    """Cuts of one rank, and the stream on which DeepSpeed fetches them."""
 
     def __init__(self, layout, stream):
         self.cuts = {slot.name: torch.zeros(bucket.cut_of(slot)) for bucket in layout.buckets for slot in bucket.slots}
@@ -272,11 +273,14 @@ class Cuts:
     fetch_persistent = release
 
 
+def a_layout_of_cuts(shapes, bucket_numel, *, dtype="float32", alignment=4, **options):
+    specs = [ParamSpec(name, shape, dtype, len(shape) == 2, 10 * (len(shape) == 2)) for name, shape in shapes.items()]
+    return plan_layout(specs, 4, bucket_numel=bucket_numel, alignment=alignment, stage=3, **options)
+
+
 @pytest.mark.parametrize("follows", [True, False])
 def test_cuts_are_fetched_after_updates_have_written_them(machine, follows):
-    specs = [ParamSpec(name, shape, "float32", len(shape) == 2, 10 * (len(shape) == 2))
-             for name, shape in SHAPES.items()]
-    layout = plan_layout(specs, 4, bucket_numel=60, alignment=4, stage=3)
+    layout = a_layout_of_cuts(SHAPES, 60)
     with machine, torch.no_grad():
         computing, fetching = machine.current, machine.Stream()
         values = new_shards(layout, 1, torch.device("cpu"))
@@ -302,6 +306,46 @@ def test_cuts_are_fetched_after_updates_have_written_them(machine, follows):
         else:
             with pytest.raises(Race, match="reads what"):
                 step()
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "param_wire": "mxfp8", "alignment": 512}])
+def test_cuts_in_host_memory_are_copied_beside_updates(machine, options, monkeypatch):
+    shapes = {"d": (70,), **{f"w{number}": (8, 8) for number in range(16)}}
+    layout, unpack, copies, arrived = a_layout_of_cuts(shapes, 256, **options), torch._foreach_copy_, [], []
+
+    def copying(places, parts, non_blocking):
+        copies.append((machine.current, non_blocking))
+        arrived.append(StorageWeakRef(parts[0].untyped_storage()))
+        unpack(places, parts, non_blocking)
+
+    def begin(out, sent, *, output_split_sizes, input_split_sizes, group, async_op):
+        assert all(memory.expired() for memory in arrived), "more rounds have memory than with cuts on the device"
+        return machine.collective([sent], [out], group)
+
+    monkeypatch.setattr(transfer, "_on_host", lambda cuts, beside: True)
+    monkeypatch.setattr(torch, "_foreach_copy_", copying)
+    monkeypatch.setattr(comm.dist, "all_to_all_single", begin)
+    with machine, torch.no_grad():
+        computing = machine.current
+        values = new_shards(layout, 1, torch.device("cpu"))
+        cuts = Cuts(layout, machine.Stream())
+        sync = CutSync(values, cuts, groups={1: Group("all", 4, 1)}, ep_size={})
+        for step in range(1, 3):
+            for bucket in reversed(layout.buckets):
+                values.tensors[bucket.index].add_(1)
+                made = len(copies)
+                sync.launch(bucket.index)
+                if len(copies) > made and bucket.index:
+                    side = copies[-1][0]
+                    assert not computing.has_seen(side, side.done)
+            assert machine.host.waits == step - 1
+            sync.finish()
+            assert machine.host.waits == step and all(memory.expired() for memory in arrived)
+            with machine.stream(machine.host):
+                for cut in cuts.cuts.values():
+                    cut.clone()
+        assert set(copies) == {(side, True)} and computing is not side
+        assert len(copies) == 2 * len(sync._transfer.rounds) > 6
 
 
 def test_a_race_is_seen():
