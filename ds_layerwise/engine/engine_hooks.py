@@ -299,12 +299,6 @@ def _do_optimizer_sanity_check(original: Method, _: DeepSpeedEngine, basic_optim
     return original(basic_optimizer)
 
 
-def _round_weights(built: LayerWiseZeroOptimizer) -> None:
-    """Let initial weights be what later ones are sent as."""
-    if built.config.param_wire is not None:
-        built.update_lp_params()
-
-
 def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     if not isinstance(optimizer, LayerWiseOptimizer):
         return original(optimizer)
@@ -338,7 +332,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
         built = LayerWiseZeroOptimizer(optimizer, engine.module, settings, engine)
-    _round_weights(built)
+    built.checkpointing.round_weights()
     # DeepSpeed's converter to universal checkpoints needs this in the model's file; the engine
     # copies it there. It says that nothing is cut, so a model that is cut must not have it.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:

@@ -15,7 +15,7 @@ from ds_layerwise.plan.layout.transfer_plan import begun_backwards, param_names
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import ShardBuffer, out_of_rows
-from ds_layerwise.ranks.owned.weight_writes import check_same, differs, weights_of
+from ds_layerwise.ranks.owned.weight_writes import check_same, differs, rounds_elsewhere
 from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 from ds_layerwise.ranks.sync.transfer import Transfer
 
@@ -143,13 +143,15 @@ class CutSync:
 
         def compare(number: int, rows: Tensor, own: Tensor) -> None:
             name = self._names[number]
-            in_mxfp8 = self._values.layout.bucket_of(name).in_mxfp8
             own = self._values.written.get(name, own)
-            if own.dtype != rows.dtype:
-                own = weights_of(own, rows.dtype, in_mxfp8=in_mxfp8)
-            value = torch.empty_like(own)
+            value = torch.empty_like(own, dtype=rows.dtype)
             out_of_rows(rows, value)
-            if differs(value, own).any():
+            if own.dtype == rows.dtype:
+                is_lost = bool(differs(value, own).any())
+            else:
+                in_mxfp8 = self._values.layout.bucket_of(name).in_mxfp8
+                is_lost = rounds_elsewhere(own, value, in_mxfp8=in_mxfp8)
+            if is_lost:
                 lost.append(name)
 
         self._transfer.all_to_owners(take=compare, pending=1)

@@ -515,10 +515,14 @@ class Checkpointing:
 
     @contextmanager
     def loading(self, load: Load) -> Iterator[None]:
-        """Hold the input of :meth:`finish_load` while the engine loads, then close its files."""
+        """Hold the input of :meth:`finish_load` while the engine loads, then close its files.
+        Weights that came without masters are what later ones are sent as.
+        """
         self.load = load
         try:
             yield
+            if not load.masters:
+                self.round_weights()
         finally:
             self.load = Load()
 
@@ -746,6 +750,11 @@ class Checkpointing:
         self._run.shards.take_written()
         for masters in self._run.owned.masters:
             masters.take_values()
+
+    def round_weights(self) -> None:
+        """Let weights that owners have not sent be what later ones are sent as."""
+        if self._run.config.param_wire is not None:
+            self.weights_from_masters()
 
     @torch.no_grad()
     def weights_from_masters(self) -> None:

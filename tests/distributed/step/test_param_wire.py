@@ -166,7 +166,7 @@ class TestWrites(DistributedTest):
     world_size = 3
 
     def test_blocks_of_written_weights_follow_as_they_are_and_are_rounded_when_they_are_sent(self, stage, capsys):
-        engine, plain = started(stage=stage), started(False, stage=stage)
+        engine, plain = started(stage=stage, layerwise={"check_writes": 1}), started(False, stage=stage)
         train_engines((engine, plain), 2)
         before = masters(engine)
         with torch.no_grad():
@@ -255,6 +255,20 @@ class TestCheckpoints(DistributedTest):
             train_engines((engine, plain), 1, first=3 + step)
         assert_same_masters(engine, plain)
         assert_same_on_all_ranks(plain.module)
+
+    @pytest.mark.world_size([2])
+    def test_weights_alone_are_rounded_as_later_ones(self, saved, stage):
+        without_masters = config(stage=stage)
+        without_masters["zero_optimization"]["load_from_fp32_weights"] = False
+        expected = {name: value.bfloat16().float() for (name, key), value
+                    in torch.load(saved / "states.pt").items() if key == "fp32"}
+        for made, options in ((config(stage=stage, layerwise=CHECKED), {"load_module_only": True}),
+                              (config(stage=stage), {"load_optimizer_states": False}), (without_masters, {})):
+            engine = start(net(), made)
+            engine.load_checkpoint(saved, tag="False", **options)
+            assert_equal_states({name: value.flatten() for name, value in masters(engine).items()}, expected, options)
+            assert_weights_are_masters(engine)
+            train_engine(engine, 1)
 
     @pytest.mark.world_size([2])
     def test_masters_stay_where_another_optimizer_rounds_weights_otherwise(self, tmp_path):
