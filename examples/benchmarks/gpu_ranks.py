@@ -39,6 +39,7 @@ from ds_layerwise.ranks.comm import nodes
 from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.owned import Owned
+from ds_layerwise.ranks.sync import transfer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.transfer import Transfer
 from ds_layerwise.zero.setup import run_plan
@@ -477,8 +478,9 @@ def disturb(place: Place, seed: int) -> None:
     Transfer.all_to_owners = late(Transfer.all_to_owners)
     Transfer.to_cuts = late(Transfer.to_cuts)
     Owned.update, nn.LayerNorm.forward = late(Owned.update), late(nn.LayerNorm.forward)
-    # The stream of the transfer is the current one in this call.
+    # The stream of the copy is the current one in these calls.
     host_memory.transfer = late(host_memory.transfer)
+    transfer.unpack = late(transfer.unpack)
 
 
 def planned(
@@ -550,6 +552,13 @@ SETUPS = {
         zero={
             "stage3_param_persistence_threshold": 0,
             "stage3_model_persistence_threshold": 0,
+        },
+    ),
+    "stage 3, cuts on the host": Setup(
+        3,
+        zero={
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "stage3_param_persistence_threshold": 0,
         },
     ),
     "two levels": Setup(2, around=two_nodes, least_ranks=4),

@@ -89,7 +89,7 @@ def test_every_section_runs(tmp_path, gpu):
     assert "a bucket has 1 matrix." in sections[2]
     assert rows[3] >= {"on the device", "on the host, copies beside updates", "on the host, one after another"}
     assert rows[4] >= {"overlapped", "no overlap", "streams late at random"} and "other bits" not in sections[4]
-    assert "| stage 3 | stage 3, nothing persistent | fp16 | experts | captured | compiled |" in sections[4]
+    assert "| stage 3, nothing persistent | stage 3, cuts on the host | fp16 | experts | captured |" in sections[4]
     assert "failed" not in sections[4]
     assert "stage-1-bf16" in rows[5]
     steps = importlib.import_module("gpu_steps")
