@@ -28,16 +28,6 @@ _MOST_GIB = 2**20
 #: takes a minute there.
 _MOST_RANKS = 2**17
 
-#: The options of ``plan`` that went, each with the way out.
-_GONE = {
-    "--ep_size": "it is --ep now",
-    "--tp_size": "it is --tp now",
-    "--html": "take the table, or the numbers of --json",
-    "--png": "take the table, or the numbers of --json",
-    "--ranks_per_node": "a plan counts what each rank sends, wherever its peers are",
-    "--links": "plans count bytes, and --gb_s shows how long they take",
-}
-
 #: The options of ``plan`` for the axes of a mesh.
 _AXES = {
     "tp": "tensor-parallel parts of a matrix; by default as in the config, as the next two",
@@ -46,18 +36,12 @@ _AXES = {
     "pp": "pipeline stages",
 }
 
-_LINKS_GONE = (
-    "links are no longer measured: transports are chosen by counting bytes; plan --gb_s shows how "
-    "long a step's bytes take"
-)
-
-
-class _Gone(argparse.Action):
-    """An option that went. Its constant is the way out."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        name = self.option_strings[0] if self.option_strings else self.metavar
-        parser.error(f"{name} is no option any more; {self.const}")
+#: The options of ``plan`` that ask for other output, each with those that it cannot have.
+_APART = {
+    "fit": ("memory", "verbose", "list", "json"),
+    "tokens": ("verbose", "list", "json"),
+    "verbose": ("list", "json"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,23 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    if list(sys.argv[1:] if argv is None else argv)[:1] == ["links"]:
-        return _refuse(LayerWiseError(_LINKS_GONE))
     options = _parser().parse_args(argv)
     # All commands work on the host. Without this, DeepSpeed prints on stdout that it looks for a
     # device.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         code: int = options.run(options)
-    except (LayerWiseError, OSError) as e:
-        return _refuse(e)
+    except (LayerWiseError, OSError) as error:
+        if sys.stderr is not None:
+            say(f"ds-layerwise: {' '.join(str(error).split())}", sys.stderr)
+        return 2
     return code
-
-
-def _refuse(error: Exception) -> int:
-    if sys.stderr is not None:
-        say(f"ds-layerwise: {' '.join(str(error).split())}", sys.stderr)
-    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made.add_argument
 
-    _plan_arguments(command("plan", _plan, "print a run's start-up table; no devices"))
+    _plan_arguments(command("plan", _plan, "say whether a run fits, and what it costs; no devices"))
+    add = command("check", _check, "say what a run would say of a config, without a model")
+    add("config", type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
 
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
     either = f"{checkpoint}, regular or universal"
@@ -140,15 +120,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("path", metavar="PATH", type=Path, help=either)
     add("--weights-only", action="store_true", help="leave the optimizer states out")
-    add(
-        "other",
-        nargs="?",
-        action=_Gone,
-        metavar="OTHER",
-        default=argparse.SUPPRESS,
-        const="verify each checkpoint by itself",
-        help=argparse.SUPPRESS,
-    )
 
     add = command(
         "consolidate", _consolidate, "write the float32 weights as safetensors", every, overwrite
@@ -217,8 +188,14 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         "--memory",
         type=_gib,
         metavar="GIB",
-        help="memory of one device in GiB (2^30 bytes): shows which numbers of ranks fit; "
-        "activations are not counted",
+        help="memory of one device in GiB (2^30 bytes): says whether the run fits, and recommends "
+        "a stage",
+    )
+    add(
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens of a micro-batch on one rank: counts their activations, with checkpointing",
     )
     add(
         "--fit",
@@ -233,9 +210,8 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         help="every parameter, one line each: shape, optimizer, weight decay, learning rate over "
         "lr, owner, and why",
     )
+    add("--verbose", action="store_true", help="the tables that rank 0 prints at start")
     add("--json", action="store_true", help="the same numbers for a program")
-    for option, way_out in _GONE.items():
-        add(option, action=_Gone, nargs="?", const=way_out, help=argparse.SUPPRESS)
 
 
 def _positive(text: str) -> int:
@@ -308,24 +284,48 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.plan.forecast.report import as_json, as_text, plan_table, stages_told
+    from ds_layerwise.engine.config_hook import read_file
     from ds_layerwise.plan.forecast.text_tables import rendered
+    from ds_layerwise.tools import fit
     from ds_layerwise.tools.dry_run import DryRun
 
-    if options.memory is not None and options.list and not options.json:
-        raise LayerWiseError(
-            "--memory is for the tables and --json, and --list alone prints neither; leave one of "
-            "the two out, or add --json"
-        )
-    if options.fit is not None:
-        return _plan_that_fits(options)
-    plan = DryRun.of(
-        options.model,
-        options.config,
-        options.ranks,
-        reduction=options.reduction,
-        mesh=vars(options),
-    )
+    _refuse_together(options)
+    # Batches do not have to multiply out on all of the devices that are tried.
+    ranks = options.ranks if options.fit is None else options.ranks[:1]
+    chosen = {"reduction": options.reduction, "mesh": vars(options)}
+    plan = DryRun.of(options.model, options.config, ranks, **chosen)
+    if options.json or options.list or options.verbose:
+        return _print_numbers(options, plan)
+    activations = plan.activations(options.tokens) if options.tokens else 0
+    memory = options.memory or options.fit
+    found: list[list[fit.Fit]] = []
+    if memory:
+        room = {"memory_bytes": memory, "activations": activations}
+        given = read_file(options.config)
+        found = fit.find_fits(plan.model, given, options.ranks, **room, **chosen)
+    if options.fit:
+        table = fit.as_text(found, options.ranks, memory, activations)
+        say_last(f"{rendered(plan.assumed)}\n{table}".lstrip())
+        return 0
+    known = {"memory_bytes": memory, "activations": activations, "gb_s": options.gb_s}
+    say_last(fit.answer(plan, found, **known))
+    return 0
+
+
+def _refuse_together(options: argparse.Namespace) -> None:
+    for name, others in _APART.items():
+        for other in others:
+            if getattr(options, name) and getattr(options, other):
+                raise LayerWiseError(f"--{name} and --{other} do not go together; leave one out")
+    if options.memory and options.list and not options.json:
+        raise LayerWiseError("--list has no row for --memory; leave one out, or add --json")
+
+
+def _print_numbers(options: argparse.Namespace, plan: Any) -> int:
+    """Print a plan as ``--json``, ``--list`` and ``--verbose`` want it."""
+    from ds_layerwise.plan.forecast.report import as_json, as_text, plan_table, stages_told
+    from ds_layerwise.plan.forecast.text_tables import rendered
+
     plans: list[Any] = []
     for stage in plan.stages:
         plans += product([stage], stage.forecasts)
@@ -365,23 +365,11 @@ def _print_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_that_fits(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.forecast.text_tables import rendered
-    from ds_layerwise.tools import fit
+    from ds_layerwise.tools.dry_run import checked
 
-    if options.memory is not None or options.list or options.json:
-        raise LayerWiseError(
-            "--fit prints a table of its own; leave --memory, --list and --json out, or --fit"
-        )
-    found, assumed = fit.find_fits(
-        options.model,
-        options.config,
-        options.ranks,
-        memory_bytes=options.fit,
-        reduction=options.reduction,
-        mesh=vars(options),
-    )
-    say_last(f"{rendered(assumed)}\n{fit.as_text(found, options.ranks, options.fit)}".lstrip())
+    say_last(rendered(checked(options.config)))
     return 0
 
 

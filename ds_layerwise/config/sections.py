@@ -568,6 +568,8 @@ class LayerWiseConfig(Section):
     """Measure and report the largest attention logits, as ``qk_clip`` always does; Megatron-LM's
     key.
     """
+    table: Literal["full", "short"] = "full"
+    """The table at start, or one line in its place."""
     dump_param_map: OrNull[Name] = None
     """A file that rank 0 writes at start, with the output of ``ds-layerwise plan --list --json``;
     None for none.

@@ -29,7 +29,7 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 from ds_layerwise.routing.module_of import config_value, kind_of, weights_of
 from ds_layerwise.routing.part_views import Parts
-from ds_layerwise.routing.routes import Route, with_parts
+from ds_layerwise.routing.routes import NOT_SPLIT, Route, with_parts
 from ds_layerwise.routing.tensor_marks import heads_here, runs_of
 
 #: The layers of queries, and of keys and values, whose heads can become separate matrices.
@@ -365,7 +365,7 @@ def _with_known_parts(
     if LOOKS_FUSED.fullmatch(leaf) or (
         leaf == "in_proj" and (hasattr(module, "conv1d") or hasattr(module, "conv"))
     ):
-        return route.because("fused, not split")
+        return route.because(NOT_SPLIT)
     return route
 
 

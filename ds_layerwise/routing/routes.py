@@ -28,6 +28,10 @@ from ds_layerwise.routing.part_views import Parts, Seen
 #: only overrides have them.
 OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
 
+#: The end of the reason of a route whose parameter has the name of a fused projection, but unknown
+#: parts.
+NOT_SPLIT = "fused, not split"
+
 #: The keys for embeddings and output heads, each with the value that it sets for them.
 OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}
 

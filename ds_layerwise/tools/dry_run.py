@@ -189,6 +189,8 @@ _LEFT_TO_DEEPSPEED = """
 class DryRun:
     """The content of the start-up tables for each number of ranks."""
 
+    model: nn.Module
+    """The model, which :meth:`of` has spread over the mesh."""
     run: RunConfig
     routes: Routes
     specs: Sequence[ParamSpec]
@@ -275,12 +277,56 @@ class DryRun:
                 forecast, specs, routes, run, reduction=sums, tp_size=axes.tp, tied=tied
             )
             forecasts = list(map(costs_of, sharing))
-            plans.append(cls(run, routes, specs, forecasts, assumed, costs_of))
+            plans.append(cls(model, run, routes, specs, forecasts, assumed, costs_of))
         return replace(max(plans, key=lambda plan: plan.forecasts[0].needed), stages=plans)
+
+    def activations(self, tokens: int) -> int:
+        """Return about the bytes that passes keep of ``tokens``, those of a micro-batch on one
+        rank, with activation checkpointing: 2 for each hidden unit of each layer, and 10 for each
+        word of the vocabulary in the loss.
+
+        Raises:
+            ConfigError: the model has no config that says its sizes.
+        """
+        config = getattr(self.model, "config", None)
+        text = getattr(config, "text_config", config)
+        hidden = hidden_size_of(self.model)
+        layers = config_value(text, "num_hidden_layers")
+        words = config_value(text, "vocab_size")
+        if not (hidden and layers and words):
+            raise ConfigError(
+                "--tokens needs a model with a config that has hidden_size, num_hidden_layers and "
+                "vocab_size; leave it out"
+            )
+        return tokens * (2 * int(layers) * hidden + 10 * int(words))
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Return every route of ``plan``; see :func:`.plan.forecast.report.listed`."""
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
+
+
+def checked(path: Path) -> list[str]:
+    """Return lines about a DeepSpeed config that is right, as far as it says without a model and a
+    number of ranks.
+
+    Raises:
+        ConfigError: the error of a run, or the file cannot be read.
+    """
+    given = read_file(path)
+    filled, by_trainer = fill_in(given)
+    total, micro = map(filled.get, ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    passes = filled.get("gradient_accumulation_steps", 1)
+    num_ranks = 1
+    if isinstance(total, int) and isinstance(micro, int) and isinstance(passes, int):
+        # As many as the three sizes ask for. DeepSpeed says if they are no product.
+        num_ranks = max(1, total // max(1, micro * passes))
+    num_ranks *= Mesh.of(given, {}).sp
+    lines = _for_auto(by_trainer, filled, check_for(filled, num_ranks))
+    run = RunConfig.from_ds_config(filled)
+    if run.without_effect:
+        lines.append(f"without effect here: {', '.join(run.without_effect)}")
+    rules = " and ".join(recipe.rule for recipe in run.optimizer.recipes)
+    return [*lines, f"ok: {rules} at ZeRO stage {run.stage}, parameters in {run.param_dtype}"]
 
 
 def _refuse_unknown(run: RunConfig, mesh: Mesh) -> None:
@@ -323,11 +369,9 @@ def _for_auto(
     by_trainer: Mapping[str, Any], filled: Mapping[str, Any], zero: Mapping[str, Any]
 ) -> list[str]:
     lines = []
-    for path, value in by_trainer.items():
-        lines.append(
-            f'assumed for "auto", which a Trainer by default fills in like this: {path} = '
-            f"{json.dumps(value)}"
-        )
+    if by_trainer:
+        values = ", ".join(f"{path} = {json.dumps(value)}" for path, value in by_trainer.items())
+        lines.append(f'assumed for "auto", which a Trainer by default fills in like this: {values}')
     for path in _LEFT_TO_DEEPSPEED:
         if at(filled, f"zero_optimization.{path}") != "auto":
             continue

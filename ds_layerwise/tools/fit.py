@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ds_layerwise.config.ds_config import at
-from ds_layerwise.engine.config_hook import read_file
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of
+from ds_layerwise.plan.forecast.report import fit_text, summary, to_look_at
+from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of, time_text
 from ds_layerwise.plan.layout.transport import Reduction
-from ds_layerwise.tools.dry_run import DryRun, build_model
+from ds_layerwise.tools.dry_run import DryRun
 
 _REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
 _SHORT_STATES = {
@@ -46,8 +47,8 @@ _BOUNDS: Mapping[str, Mapping[str, Any]] = {
 _STAGES = (1, 2, 3)
 #: The bucket sizes, in elements, that are tried where the config's own is too large.
 _SMALLER = (500_000_000, 250_000_000, 100_000_000)
-#: The width of a terminal.
-_NARROW = 80
+#: The most lines of an answer.
+_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -90,44 +91,39 @@ class Fit:
 
 
 def find_fits(
-    model: str,
-    config: Path,
+    model: nn.Module,
+    given: Mapping[str, Any],
     devices: Sequence[int],
     *,
     memory_bytes: int,
+    activations: int = 0,
     reduction: Reduction | None = None,
     mesh: Mapping[str, int | None] | None = None,
-) -> tuple[list[list[Fit]], Sequence[str]]:
-    """Return, for each number of ``devices``, the changes with which ``model`` fits, and lines with
-    the assumptions about the config.
+) -> list[list[Fit]]:
+    """Return, for each number of ``devices``, the changes of the config ``given`` with which
+    ``model`` fits.
 
-    What changes more, or costs more than time, is only tried where nothing cheaper fits. Among
-    changes of one kind the one that sends least is the first.
+    What changes more, or costs more than time, is only tried where nothing cheaper leaves enough
+    for ``activations``. Those that do come first, and among them the one that sends least.
 
     Args:
         memory_bytes: the memory of one device.
-        reduction, mesh: as in :meth:`.DryRun.of`.
-
-    Raises:
-        ConfigError: the config is refused as it is, or a file cannot be read.
-        RoutingError: a parameter cannot be trained by its chosen optimizer.
+        activations: bytes of it; see :meth:`.DryRun.activations`.
+        model, reduction, mesh: as in :meth:`.DryRun.of`.
     """
-    given = read_file(config)
-    built = build_model(model)
-    plan_of = partial(DryRun.of, built, reduction=reduction, mesh=mesh)
-    as_it_is = plan_of(given, [devices[0]])
+    plan_of = partial(DryRun.of, model, reduction=reduction, mesh=mesh)
     found = []
     for num_devices in devices:
-        fits = []
+        fits: list[Fit] = []
         for kind in _changes():
             for change in kind:
                 fit = _tried(plan_of, given, num_devices, change, memory_bytes)
                 if fit is not None:
                     fits.append(fit)
-            if fits:
+            if any(fit.left >= activations for fit in fits):
                 break
-        found.append(sorted(fits, key=lambda fit: fit.sent))
-    return found, as_it_is.assumed
+        found.append(sorted(fits, key=lambda fit: (fit.left < activations, fit.sent)))
+    return found
 
 
 def _changes() -> Iterator[list[Change]]:
@@ -172,7 +168,12 @@ def _tried(
     return Fit(replace(change, values=values), left, costs.sent_in_step)
 
 
-def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes: int) -> str:
+def as_text(
+    found: Sequence[Sequence[Fit]],
+    devices: Sequence[int],
+    memory_bytes: int,
+    activations: int = 0,
+) -> str:
     """Return a table of ``found``, one list for each number of ``devices``, and below it the first
     change of each as a part of a config.
     """
@@ -182,18 +183,70 @@ def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes
     below = []
     for num_devices, fits in zip(devices, found, strict=True):
         for fit in fits:
-            costs = size_text(fit.left), size_text(fit.sent)
-            table.add_row(str(num_devices), str(fit.change), *costs)
+            left = size_text(fit.left) + " *" * (fit.left < activations)
+            table.add_row(str(num_devices), str(fit.change), left, size_text(fit.sent))
             prices[fit.change.price] = None
-        if not fits:
-            below.append(f"devices: {num_devices}; nothing that was tried fits")
-        elif fits[0].change.values:
+        line = f"devices: {num_devices}; {_recommended(fits, activations)}"
+        if fits and fits[0].change.values:
             part = json.dumps(fits[0].change.applied_to({}))
-            below.append(f"devices: {num_devices}; the first, to merge into the config: {part}")
+            line += f"; the first, to merge into the config: {part}"
+        below.append(line)
     about = (
         "change: of the config; left: for what the forward and the backward pass keep, activations "
         "above all, and what drivers and libraries take; sent: by the busiest rank in a step of "
         "one micro-batch; devices: --ranks."
     )
-    lines = rendered([*filter(None, prices), *below])
-    return f"{rendered([table, about], _NARROW)}\n{lines}".rstrip()
+    if activations:
+        about += f" *: less than the {size_text(activations)} that activations take."
+    return rendered([table, about, *filter(None, prices), *below])
+
+
+def answer(
+    plan: DryRun,
+    found: Sequence[Sequence[Fit]],
+    *,
+    memory_bytes: int | None,
+    activations: int,
+    gb_s: float | None,
+) -> str:
+    """Return what a plan says first, in at most 12 lines: what the run needs, whether that fits,
+    and with which stage.
+
+    Args:
+        found: the fits of each number of ranks; none without ``memory_bytes``.
+        memory_bytes, gb_s: as in :func:`.plan_table`.
+        activations: as in :func:`find_fits`.
+    """
+    lines = [summary(plan.routes, plan.specs, plan.run.optimizer)]
+    for index, costs in enumerate(plan.forecasts):
+        needed = size_text(costs.needed + activations)
+        if memory_bytes is None:
+            line = f"{costs.layout.world_size} ranks: {needed} needed at stage {costs.stage}"
+        else:
+            left = fit_text(memory_bytes - costs.needed - activations)
+            line = f"{costs.layout.world_size} ranks: fits: {left} at stage {costs.stage}"
+        line += f", {size_text(costs.sent_in_step)} sent in a step"
+        if gb_s is not None:
+            line += f" ({time_text(costs.sent_in_step / gb_s)})"
+        if found:
+            line += f"; {_recommended(found[index], activations)}"
+        lines.append(line)
+    for about, change in to_look_at(plan.routes, plan.specs):
+        lines += [f"look at {about}; to change it: {change}"]
+    if plan.run.without_effect:
+        lines.append(f"without effect here: {', '.join(plan.run.without_effect)}")
+    counted = "activations are not counted: --tokens N"
+    if activations:
+        counted = f"activations take {size_text(activations)} of it"
+    last = f"{counted}; more: --verbose, the tables; --list, every parameter; --fit GIB, changes"
+    shown: list[str] = []
+    for line in [*lines, *plan.assumed]:
+        if rendered([*shown, line, last]).count("\n") < _LINES:
+            shown.append(line)
+    return rendered([*shown, last])
+
+
+def _recommended(fits: Sequence[Fit], activations: int) -> str:
+    if not fits or fits[0].left < activations:
+        return "nothing that was tried fits"
+    return f"recommended: {fits[0].change}, because it sends least of what fits"

@@ -17,7 +17,8 @@ from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.optimizers.rules.update_hooks import keeps_zeros
 from ds_layerwise.orthogonalize.symmetric import KERNEL_FROM
 from ds_layerwise.plan.forecast.forecast import Forecast
-from ds_layerwise.plan.forecast.report import as_json, listed, plan_table
+from ds_layerwise.plan.forecast.report import as_json, listed, plan_table, summary
+from ds_layerwise.plan.forecast.text_tables import GLUE, size_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.routes import idle_keys
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
@@ -127,10 +128,17 @@ class ReportingOptimizer(EngineOptimizer):
                     ) from e
 
     def describe(self) -> str:
-        """Return the start-up table: routes, their reasons, and the cost per rank."""
+        """Return the start-up table: routes, their reasons, and the cost per rank; in one line if
+        ``layerwise.table`` is "short".
+        """
         run = self._run
         planned = run.planned
         optimizer = self.optimizer
+        if run.config.table == "short":
+            forecast = self.forecast()
+            told = summary(planned.routes, planned.specs, optimizer.config)
+            held = size_text(forecast.memory[forecast.fullest].total)
+            return f"{told}; {forecast.layout.world_size} ranks, {held} a rank".replace(GLUE, " ")
         products = {}
         for recipe in planned.recipes:
             text = run.products.told(recipe)

@@ -4,7 +4,9 @@ rank, and a list of every parameter's route.
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,11 +29,7 @@ from ds_layerwise.plan.forecast.text_tables import (
 )
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.layout.transport import MAX_PENDING
-from ds_layerwise.routing.routes import ParamGroups, Route, Routes
-
-#: The width of a text that goes to no terminal, with one column of costs, and of each further one.
-_WIDTH = 110
-_COLUMN = 28
+from ds_layerwise.routing.routes import NOT_SPLIT, ParamGroups, Route, Routes
 
 #: The period in which the bytes of gradients are sent, by ZeRO stage.
 _PERIODS = {1: "a step", 2: "a backward pass", 3: "a forward and backward pass, with parameters"}
@@ -74,7 +72,63 @@ def plan_table(
         table.add_row(row, *(column[row] for column in columns))
     parts.append(table)
     parts += _notes(forecasts, memory_bytes)
-    return rendered(parts, max(_WIDTH, _COLUMN * (len(columns) + 1)))
+    parts += filter(None, map(idle_told, forecasts))
+    for about, change in to_look_at(routes, specs):
+        parts.append(f"look at {about}; to change it: {change}")
+    return rendered(parts)
+
+
+def summary(routes: Routes, specs: Sequence[ParamSpec], chosen: OptimizerConfig) -> str:
+    """Return the elements and tensors of each recipe in one line."""
+    trained = []
+    for recipe in _recipes(routes[spec.name] for spec in specs):
+        numels = [spec.numel for spec in specs if routes[spec.name].recipe == recipe]
+        trained.append(
+            f"{_called(recipe, chosen)} trains {count_text(sum(numels))} in {len(numels)} tensors"
+        )
+    total = sum(spec.numel for spec in specs)
+    return f"{count_text(total)} elements: {', '.join(trained)}"
+
+
+def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str, str]]:
+    """Yield what may be wrong, each with the part of a config that says otherwise: the parameters
+    that go by their name and shape alone, and the fused projections of unknown parts.
+    """
+    entries: dict[str, dict[str, dict[str, Any]]] = {}
+    for spec in specs:
+        route = routes[spec.name]
+        # Layers have the same few names with different numbers.
+        name = re.sub(r"\b\d+\b", "*", spec.name)
+        if route.bare:
+            about = f"of no known layer: {route.recipe.rule} trains"
+            change: dict[str, Any] = {
+                "optimizer": "scalar" if route.recipe.for_matrices else "matrix"
+            }
+        elif route.reason.endswith(NOT_SPLIT) and route.matrices is not None:
+            about = "that look fused: one matrix each of"
+            length = route.matrices[-1 if route.transposed else -2]
+            parts = "qkv" if length % 3 == 0 and re.search("qkv|att", name, re.I) else "ab"
+            change = {"split": dict.fromkeys(parts, length // len(parts))}
+        else:
+            continue
+        entries.setdefault(about, {})[name] = {"name": name, **change}
+    for about, by_name in entries.items():
+        others = f" and {len(by_name) - 1} more" if len(by_name) > 1 else ""
+        override = {"layerwise": {"overrides": list(by_name.values())}}
+        yield f"parameters {about} {next(iter(by_name))}{others}", json.dumps(override)
+
+
+def idle_told(forecast: Forecast) -> str:
+    """Return a line about the ranks that own no matrix where others do; else an empty one."""
+    ranks = forecast.layout.world_size
+    idle = forecast.report.whole_numel.count(0)
+    if idle in (0, ranks):
+        return ""
+    return (
+        f"{idle} of {ranks} ranks own no matrix: there are fewer matrices than ranks, or one is "
+        "larger than a rank's share. Splitting fused projections into their parts "
+        "(layerwise.overrides, split or num_heads) makes more of them."
+    )
 
 
 def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> dict[str, str]:
@@ -115,11 +169,11 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         rows[f"sent at {gb_s:g} GB/s"] = time_text(forecast.sent_in_step / gb_s)
     if memory_bytes is not None:
         rows["needed"] = size_text(forecast.needed)
-        rows["fits"] = _fit(memory_bytes - forecast.needed)
+        rows["fits"] = fit_text(memory_bytes - forecast.needed)
     return rows
 
 
-def _fit(left: int) -> str:
+def fit_text(left: int) -> str:
     if left >= 0:
         return f"yes,{GLUE}{size_text(left)} left"
     return f"no,{GLUE}{size_text(-left)} too much"
@@ -163,15 +217,6 @@ def _notes(forecasts: Sequence[Forecast], memory_bytes: int | None) -> Iterator[
                 "reduce_bucket_size, offload_optimizer, fewer bits (layerwise.master_dtype, "
                 "momentum_dtype) or tensor parallelism need less of a device; ds-layerwise plan "
                 "--fit tries them"
-            )
-    for forecast in forecasts:
-        ranks = forecast.layout.world_size
-        idle = forecast.report.whole_numel.count(0)
-        if idle not in (0, ranks):
-            yield (
-                f"{idle} of {ranks} ranks own no matrix: there are fewer matrices than ranks, or "
-                "one is larger than a rank's share. Splitting fused projections into their parts "
-                "(layerwise.overrides, split or num_heads) makes more of them."
             )
 
 
@@ -355,10 +400,6 @@ def _parameters(
         ("optimizer", "because", "for example"),
     )
     for (index, reason, bare), members in sorted(rows.items()):
-        names = [members[0].name]
-        if bare:
-            # Layers have the same few names with different numbers.
-            names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members))
         mine = [routes[spec.name] for spec in members]
         hypers = [route.hyper(groups[route.group]) for route in mine]
         recipe = in_order[index]
@@ -369,7 +410,7 @@ def _parameters(
             count_text(sum(spec.numel for spec in members)),
             _span(hyper["lr"] for hyper in hypers),
             _span(hyper["weight_decay"] for hyper in hypers),
-            ", ".join(names),
+            members[0].name,
         )
     return table
 
@@ -430,4 +471,4 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     layout = "  ".join(f"{{:{width}}}" for width in widths)
-    return rendered(layout.format(*line).rstrip() for line in lines)
+    return rendered((layout.format(*line).rstrip() for line in lines), sys.maxsize)

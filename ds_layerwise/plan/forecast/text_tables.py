@@ -5,7 +5,6 @@ units.
 from __future__ import annotations
 
 import io
-import sys
 import textwrap
 from collections.abc import Container, Iterable, Iterator
 from copy import copy
@@ -18,6 +17,9 @@ from ds_layerwise.output import columns_of_terminal
 #: The space before a unit. It is in a word, so that no line ends between a number and its unit, and
 #: becomes a plain space where a text is complete.
 GLUE = "\ue000"
+
+#: The width of a text that goes to no terminal.
+WIDTH = 90
 
 #: The width down to which a column of names shrinks before a table is cut.
 _LEAST = 10
@@ -34,7 +36,7 @@ def table_of(title: str, headers: Iterable[str], texts: Container[str]) -> Table
     return table
 
 
-def rendered(parts: Iterable[Table | str], most: int = sys.maxsize) -> str:
+def rendered(parts: Iterable[Table | str], most: int = WIDTH) -> str:
     """Return ``parts`` as text that is as wide as the terminal, at most ``most``.
 
     Only columns with ``overflow="fold"`` may be folded inside a word.
@@ -45,11 +47,11 @@ def rendered(parts: Iterable[Table | str], most: int = sys.maxsize) -> str:
     for part in parts:
         if isinstance(part, str):
             text = textwrap.fill(
-                part, width, subsequent_indent="  " * (width < most), break_on_hyphens=False
+                part, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
             )
             file.write(f"{text}\n")
         else:
-            console.print(*(_cut(part, width) if width < most else [part]))
+            console.print(*_cut(part, width))
     text = "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
     return text.replace(GLUE, " ")
 
