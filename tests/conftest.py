@@ -24,6 +24,12 @@ def nothing_of_accelerate_stays() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
+@pytest.fixture
+def wide_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make lines so long that no cell of a table folds."""
+    monkeypatch.setattr("ds_layerwise.plan.forecast.text_tables.columns_of_terminal", lambda most: 500)
+
+
 def _is_distributed(item: Any) -> bool:
     return bool(getattr(getattr(item, "cls", None), "is_dist_test", False))
 

@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
     (["repair", "x"], "invalid choice: 'repair'"),
     (["to-universal", "in"], "OUT"),
     (["verify"], "PATH"),
-    (["verify", "a", "b"], "verify each checkpoint by itself"),
     (["compare", "a", "b"], "invalid choice: 'compare'"),
     (["verify", "a", "--overwrite"], "unrecognized arguments: --overwrite"),
     (["verify", "a", "--workers", "0"], "--workers: must be a whole number from 1 on, got '0'"),
@@ -74,13 +73,6 @@ def test_a_plan_is_made_without_searches_for_garbage(monkeypatch):
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-def test_the_command_of_links_says_what_to_do(capsys):
-    assert cli.main(["links", "links.json", "--like", "tcp"]) == 2
-    assert capsys.readouterr().err == (
-        "ds-layerwise: links are no longer measured: transports are chosen by counting bytes; plan --gb_s shows how "
-        "long a step's bytes take\n")
 
 
 @pytest.mark.parametrize("pointer", ["latest", "latest_universal"])

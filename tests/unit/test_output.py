@@ -141,7 +141,7 @@ def plan(tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWiseMuon", '
                                       '"params": {"lr": 1e-3, "muon_lr": 0.02}}}')
     command = [sys.executable, "-m", "ds_layerwise.cli", "plan", "--model", "tests.support.model_specs:small",
-               "--config", tmp_path / "ds.json", "--ranks", "1"]
+               "--config", tmp_path / "ds.json", "--ranks", "1", "--verbose"]
 
     def run(shell="exec \"$@\"", **env):
         return subprocess.run(["bash", "-c", shell, "-", *map(str, command)], cwd=ROOT, capture_output=True,

@@ -5,6 +5,7 @@ units.
 from __future__ import annotations
 
 import io
+import sys
 import textwrap
 from collections.abc import Container, Iterable, Iterator
 from copy import copy
@@ -51,7 +52,8 @@ def rendered(parts: Iterable[Table | str], most: int = WIDTH) -> str:
             )
             file.write(f"{text}\n")
         else:
-            console.print(*_cut(part, width))
+            wanted = console.measure(part, options=console.options.update(max_width=sys.maxsize))
+            console.print(*([part] if wanted.maximum <= width else _cut(part, width)))
     text = "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
     return text.replace(GLUE, " ")
 

@@ -71,7 +71,7 @@ def assert_same(engine, model, path, told_beside=""):
     assert plan["digest"] == engine.optimizer.layout.digest()
     assert plan.pop("parameters") == json.loads(json.dumps(engine.optimizer.listed()))
     assert plan == as_json(engine.optimizer.forecast())
-    table, costs = run(*arguments)[1].removeprefix(err).split("layout ")
+    table, costs = run(*arguments, "--verbose")[1].removeprefix(err).split("layout ")
     run_table, run_costs = engine.optimizer.describe().split("layout ")
     assert costs.strip() == run_costs.strip()
     # An engine knows in which dtype it multiplies.

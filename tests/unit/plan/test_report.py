@@ -1,18 +1,20 @@
 """The start-up table: which rates train what, what is decayed, and what changes nothing."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.config.sections import OptimizerConfig
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import Forecast, specs_of
 from ds_layerwise.plan.forecast.memory import RankMemory, Working
-from ds_layerwise.plan.forecast.report import as_json, plan_table
+from ds_layerwise.plan.forecast.report import as_json, plan_table, to_look_at
 from ds_layerwise.plan.forecast.text_tables import GLUE, time_text
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec, Slot
 from ds_layerwise.routing.routes import Route
@@ -20,7 +22,7 @@ from tests.support.model_specs import bare, forecast, routes_of, specs_in
 from tests.support.rooms import rooms
 from tests.support.transports import bucket_of
 
-pytestmark = rooms("report", "forecast")
+pytestmark = [*rooms("report", "forecast"), pytest.mark.usefixtures("wide_tables")]
 
 MUON, ADAMW = Muon(), AdamW()
 ROUTES = {
@@ -63,19 +65,51 @@ def test_both_rates_and_what_is_decayed():
     assert "without effect" not in text
 
 
-def test_bare_parameters_have_rows_of_their_own_with_all_names():
-    run = RunConfig.from_ds_config({"zero_optimization": {"stage": 1}, "optimizer": {
-        "type": "LayerWiseMuon", "params": {"lr": 3e-4, "muon_lr": 0.02}}})
-    names = [*(f"layers.{i}.experts.{name}" for i in range(2) for name in ("up", "down")), "layers.0.w2.weight"]
-    routes = {name: Route(name=name, recipe=run.optimizer.recipes.matrix, reason="matrix", group=0,
-                          matrix_shape=(4, 4), bare="experts" in name) for name in names}
+def told(routes, specs):
+    """What a table says to look at, each with its override as a value."""
+    return {about: json.loads(change)["layerwise"]["overrides"] for about, change in to_look_at(routes, specs)}
+
+
+def test_bare_parameters_have_rows_of_their_own_and_an_override():
+    names = [*(f"layers.{i}.experts.{name}" for i in range(2) for name in ("up", "down")), "layers.0.w2.weight",
+             "table"]
+    routes = {name: Route(name=name, recipe=MUON, reason="matrix", group=0, matrix_shape=(4, 4),
+                          bare="experts" in name) for name in names[:-1]}
+    routes["table"] = Route(name="table", recipe=ADAMW, reason="embedding (by name)", group=0, bare=True)
     specs = specs_of(((name, (4, 4), "float32") for name in names), routes)
-    text = plan_table(routes, specs, [forecast(specs, routes, run, 2)], run.optimizer)
-    # A cell may go on in the next line.
+    text = plan_table(routes, specs, [forecast(specs, routes, RUN, 2)], OptimizerConfig())
     rows = text.replace(" ", "").split("│muon(whole)│")[1:]
     assert rows[0].startswith("matrix│1│16│") and "layers.0.w2.weight" in rows[0]
-    assert rows[1].startswith("matrix,bare│4│64│") and "layers.*.experts.up," in rows[1]
-    assert "layers.*.experts.down" in rows[1]
+    assert rows[1].startswith("matrix,bare│4│64│")
+    assert told(routes, specs) == {
+        "parameters of no known layer: muon trains layers.*.experts.up and 1 more": [
+            {"name": "layers.*.experts.up", "optimizer": "scalar"},
+            {"name": "layers.*.experts.down", "optimizer": "scalar"}],
+        "parameters of no known layer: adamw trains table": [{"name": "table", "optimizer": "matrix"}]}
+    assert all(f"look at {about}; to change it: " in text for about in told(routes, specs))
+
+
+class Mixer(nn.Module):
+    """Fused projections that nobody knows the parts of."""
+
+    def __init__(self):
+        super().__init__()
+        self.my_qkv, self.w13 = nn.Linear(8, 24, bias=False), nn.Linear(8, 32, bias=False)
+
+
+def test_a_fused_projection_that_stays_whole_has_an_override_that_splits_it():
+    model = nn.Sequential(Mixer(), Mixer(), nn.Linear(8, 3))
+    routes = routes_of(model)
+    said = told(routes, specs_in(model, routes))
+    expected = {"*.my_qkv.weight": {"q": 8, "k": 8, "v": 8}, "*.w13.weight": {"a": 16, "b": 16}}
+    assert said == {"parameters that look fused: one matrix each of *.my_qkv.weight and 1 more": [
+        {"name": name, "split": parts} for name, parts in expected.items()]}
+    # What it says to paste is taken, and asks no more.
+    [overrides] = said.values()
+    split = routes_of(model, LayerWiseConfig.from_section({"overrides": overrides}).overrides)
+    assert {name: split[name].parts.names for name in split if split[name].parts} == {
+        f"{i}.{name}.weight": tuple(parts) for i in range(2) for name, parts in (("my_qkv", "qkv"), ("w13", "ab"))}
+    assert not told(split, specs_in(model, split))
 
 
 @pytest.mark.parametrize("params, said", [

@@ -1,12 +1,11 @@
-"""``ds-layerwise plan --fit``: what it proposes fits by the plan itself, and the cheapest comes first."""
+"""What ``ds-layerwise plan`` says first, and ``--fit``: what they propose fits by the plan itself, cheapest first."""
 
 import json
 
 import pytest
 
-from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.forecast.report import as_json
-from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.dry_run import DryRun, build_model
 from ds_layerwise.tools.fit import find_fits
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
@@ -44,8 +43,8 @@ SHORT_STATES = [*BOUNDED, "exp_avg_dtype", "exp_avg_sq_dtype", "master_dtype", "
 @pytest.mark.parametrize("memory, keys", [
     (79.6, [[], ["stage"], ["stage"]]), (40, [["stage"]]), (30, [BOUNDED, BOUNDED]), (18, [sorted(SHORT_STATES)]),
     (16, [["max_waiting_buckets", "offload_optimizer", "overlap_comm", "stage"]])])
-def test_a_costlier_change_comes_only_if_nothing_cheaper_fits(memory, keys, written):
-    (fits, ), _ = find_fits("llama-3-8b", written(config()), [8], memory_bytes=int(memory * GIB))
+def test_a_costlier_change_comes_only_if_nothing_cheaper_fits(memory, keys):
+    fits, = find_fits(build_model("llama-3-8b"), config(), [8], memory_bytes=int(memory * GIB))
     assert changed_keys(fits) == keys
     assert [fit.sent for fit in fits] == sorted(fit.sent for fit in fits)
 
@@ -54,7 +53,7 @@ def test_a_costlier_change_comes_only_if_nothing_cheaper_fits(memory, keys, writ
     ("llama-3-8b", [8, 64], 40), ("llama-3-70b", [8], 112), ("llama-3-70b", [16], 80), ("qwen3-0.6b", [1], 10)])
 def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, written):
     given = config()
-    found, _ = find_fits(model, written(given), devices, memory_bytes=memory * GIB)
+    found = find_fits(build_model(model), given, devices, memory_bytes=memory * GIB)
     for num_devices, fits in zip(devices, found, strict=True):
         assert fits
         for fit in fits:
@@ -63,31 +62,96 @@ def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, writ
             assert told["left_bytes"] == fit.left >= 0 and told["sent_by_busiest_bytes"] == fit.sent
 
 
-def test_nothing_may_fit(written):
-    assert find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB)[0] == [[]]
+def test_nothing_may_fit():
+    assert find_fits(build_model("llama-3-8b"), config(), [8], memory_bytes=12 * GIB) == [[]]
 
 
 def test_a_refused_config_is_refused(written):
-    with pytest.raises(ConfigError, match="zero_optimization.stage"):
-        find_fits("gpt2-124m", written(config(stage=0)), [8], memory_bytes=GIB)
+    assert_refused("zero_optimization.stage", "plan", "--model", "gpt2-124m", "--config", written(config(stage=0)),
+                   "--ranks", "8", "--fit", "1")
 
 
 def test_the_table_and_what_to_merge(written):
     arguments = ["plan", "--model", "llama-3-8b", "--config", written(config()), "--ranks", "8,2", "--fit", "20"]
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")
-    assert max(map(len, out.splitlines()[:8])) <= 80
-    merge, nothing = out.splitlines()[-2:]
+    assert max(map(len, out.splitlines())) <= 90
+    merge, nothing = " ".join(out.split()).partition(" devices: 8; recommended: stage ")[2].split(" devices: ")
+    assert "because it sends least of what fits; the first, to merge" in merge
     assert json.loads(merge.partition("config: ")[2])["zero_optimization"]["stage"] in (2, 3)
-    assert nothing == "devices: 2; nothing that was tried fits"
-    for more in (["--memory", "20"], ["--list"], ["--json"]):
-        assert_refused("leave --memory, --list and --json out, or --fit", *arguments, *more)
+    assert nothing == "2; nothing that was tried fits"
+    for name, *value in (["memory", "20"], ["verbose"], ["list"], ["json"]):
+        assert_refused(f"--fit and --{name} do not go together", *arguments, f"--{name}", *value)
 
 
 def test_assumptions_are_said(written):
     given = config()
     given["zero_optimization"]["reduce_bucket_size"] = "auto"
     arguments = ["plan", "--model", "gpt2-124m", "--config", written(given), "--ranks", "8"]
-    lines = run(*arguments)[1].splitlines()
-    assumed = [line for line in lines if line.startswith("assumed")]
-    assert assumed and run(*arguments, "--fit", "40")[1].splitlines()[:len(assumed)] == assumed
+    expected = "zero_optimization.reduce_bucket_size = 589824"
+    for more in ((), ("--verbose",), ("--fit", "40"), ("--memory", "40")):
+        assert expected in " ".join(run(*arguments, *more)[1].split())
+
+
+#: Models, options of their mesh, the config's stage, ranks, and GiB of a device.
+CLUSTERS = [
+    ("qwen3-0.6b", (), 1, 1, 24), ("gpt2-124m", (), 2, 3, 1), ("gpt2-124m", (), 3, 8, 0.9),
+    ("llama-3-8b", (), 1, 2, 79.6), ("llama-3-8b", (), 1, 8, 40), ("llama-3-8b", (), 2, 64, 79.6),
+    ("llama-2-7b", (), 1, 8, 28), ("llama-2-7b", (), 1, 4, 12),
+    ("llama-3-8b", ("--tp", "2"), 1, 8, 24), ("qwen3-30b-a3b", ("--ep", "8"), 3, 16, 79.6),
+    ("llama-3-8b", ("--pp", "2"), 1, 8, 40), ("llama-3-8b", ("--sp", "4"), 1, 8, 36)]
+
+
+@pytest.mark.parametrize("model, mesh, stage, ranks, memory", CLUSTERS)
+def test_the_answer_agrees_with_the_byte_tables(model, mesh, stage, ranks, memory, written):
+    """Verdict and recommendation against ``--json`` of each stage, in 12 lines of 90 columns."""
+    def plan(stage, *more):
+        return run("plan", "--model", model, "--config", written(config(stage)), "--ranks", str(ranks), *mesh, *more)
+
+    code, out, err = plan(stage, "--memory", str(memory))
+    assert (code, err) == (0, "") and len(out.splitlines()) <= 12 and max(map(len, out.splitlines())) <= 90
+    words = " ".join(out.split())
+    stages = {}
+    for each in (1, 2, 3):
+        code, told, _ = plan(each, "--json", "--memory", str(memory))
+        if code == 0:  # stage 3 does not go with every mesh
+            # Stages of a pipeline: that which needs most memory.
+            stages[each] = max(json.loads(told), key=lambda numbers: numbers["needed_bytes"])
+    assert ("fits: yes, " in words) is stages[stage]["fits"] is not ("fits: no, " in words)
+    fitting = {each: numbers for each, numbers in stages.items() if numbers["fits"]}
+    recommended = words.partition("; recommended: ")[2].partition(", because")[0]
+    if fitting:
+        sent = {each: numbers["sent_by_busiest_bytes"] for each, numbers in fitting.items()}
+        best = min(sent, key=sent.get)
+        assert recommended == ("as it is" if best == stage else f"stage {best}")
+    elif recommended:
+        # Nothing but a change beside the stage makes it fit, or smaller buckets.
+        assert "," in recommended
+    else:
+        assert "nothing that was tried fits" in words
+
+
+def test_activations_are_counted_by_tokens(written):
+    arguments = ["plan", "--model", "llama-3-8b", "--config", written(config()), "--ranks", "8"]
+    # 2 bytes of each of 32 layers of 4096, and 10 of each of 128,256 words: 1 and 4.9 GiB for 4,096 tokens.
+    took = 4096 * (2 * 32 * 4096 + 10 * 128_256)
+    needed = json.loads(run(*arguments, "--json", "--memory", "79.6")[1])[0]["needed_bytes"]
+    said = run(*arguments, "--tokens", "4096")[1]
+    assert f"{(needed + took) / GIB:.1f} GiB needed at stage 1" in said
+    assert "activations take 6,034.0 MiB of it" in " ".join(said.split()) and took == 6034 * 2**20
+    memory = (needed + took) / GIB
+    for more, verdict in ((0.01, "yes, "), (-0.01, "no, ")):
+        out = run(*arguments, "--tokens", "4096", "--memory", str(memory + more))[1]
+        assert f"fits: {verdict}10.2 MiB" in out
+    # What leaves less is marked, and not recommended.
+    given = config()
+    found = find_fits(build_model("llama-3-8b"), given, [8], memory_bytes=int(memory * GIB), activations=int(12 * GIB))
+    enough = [fit.left >= 12 * GIB for fit in found[0]]
+    assert enough == sorted(enough, reverse=True)
+    assert changed_keys(found[0])[0] == ["stage"] and found[0][-1].left < 12 * GIB
+    out = run(*arguments, "--fit", str(memory), "--tokens", str(2 * 4096))[1]
+    assert " *" in out and "*: less than the 11.8 GiB that activations take" in " ".join(out.split())
+    for option in ("--json", "--list", "--verbose"):
+        assert_refused(f"--tokens and {option} do not go together", *arguments, "--tokens", "1", option)
+    assert_refused("--tokens needs a model with a config that has hidden_size", "plan", "--model",
+                   "tests.support.model_specs:small", *arguments[3:], "--tokens", "8")

@@ -102,7 +102,7 @@ def test_a_part_of_a_model_has_its_share_of_what_transformers_cuts(command):
         cut_rows = "rows over 2 ranks" in part["reason"], "columns over 2 ranks" in part["reason"]
         assert cut_rows == ((wanted == (2, 1), wanted == (1, 2)) if part["optimizer"] == "muon" else (False, False))
     assert cut["sent_by_axis_bytes"]["tensor"] == max(cut["sent_to_tensor_peers_bytes"]) > 0
-    out = run(*command(llama, config(), "8", "--tp", "2", "--gb_s", "1"))[1]
+    out = run(*command(llama, config(), "8", "--tp", "2", "--gb_s", "1", "--verbose"))[1]
     assert "sent over tensor" in out
     all_axes = sum(cut["sent_by_axis_bytes"].values())
     told, = plans(command(llama, config(), "8", "--tp", "2", "--gb_s", "1"))
@@ -142,7 +142,7 @@ def test_each_stage_of_a_pipeline_is_a_plan_of_its_layers(tied, command):
     shared = [plan["sent_by_axis_bytes"]["pipeline ties"] for plan in found[::2]]
     # In bfloat16, and of two stages each sends half of it twice.
     assert shared == [2 * 32 * 16 * tied, 0, 0, 2 * 32 * 16 * tied]
-    out = run(*arguments)[1]
+    out = run(*arguments, "--verbose")[1]
     told = re.findall(r"stage (\d) on (\d) ranks: ([\d,.]+) elements, needs .* MiB, sends .* MiB", out)
     assert [(int(stage), int(ranks)) for stage, ranks, _ in told] == [(s, r) for s in range(4) for r in (2, 4)]
     assert [int(numel.replace(",", "")) for *_, numel in told] == [plan["elements"] for plan in found]
