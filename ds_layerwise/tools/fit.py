@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_layerwise.config.ds_config import at
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.forecast.report import fit_text, summary, to_look_at
+from ds_layerwise.plan.forecast.report import summary, to_look_at
 from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of, time_text
 from ds_layerwise.plan.layout.transport import Reduction
 from ds_layerwise.tools.dry_run import DryRun
@@ -219,12 +219,15 @@ def answer(
     """
     lines = [summary(plan.routes, plan.specs, plan.run.optimizer)]
     for index, costs in enumerate(plan.forecasts):
-        needed = size_text(costs.needed + activations)
+        needed = costs.needed + activations
         if memory_bytes is None:
-            line = f"{costs.layout.world_size} ranks: {needed} needed at stage {costs.stage}"
+            verdict = f"{size_text(needed)} needed"
+        elif needed <= memory_bytes:
+            left = size_text(memory_bytes - needed)
+            verdict = f"fits, {left} of {size_text(memory_bytes)} left"
         else:
-            left = fit_text(memory_bytes - costs.needed - activations)
-            line = f"{costs.layout.world_size} ranks: fits: {left} at stage {costs.stage}"
+            verdict = f"does not fit, {size_text(needed - memory_bytes)} too much"
+        line = f"{costs.layout.world_size} ranks: {verdict} at stage {costs.stage}"
         line += f", {size_text(costs.sent_in_step)} sent in a step"
         if gb_s is not None:
             line += f" ({time_text(costs.sent_in_step / gb_s)})"
@@ -232,7 +235,7 @@ def answer(
             line += f"; {_recommended(found[index], activations)}"
         lines.append(line)
     for about, change in to_look_at(plan.routes, plan.specs):
-        lines += [f"look at {about}; to change it: {change}"]
+        lines.append(f"look at {about}; to change it: {change}")
     if plan.run.without_effect:
         lines.append(f"without effect here: {', '.join(plan.run.without_effect)}")
     counted = "activations are not counted: --tokens N"

@@ -128,9 +128,7 @@ class ReportingOptimizer(EngineOptimizer):
                     ) from e
 
     def describe(self) -> str:
-        """Return the start-up table: routes, their reasons, and the cost per rank; in one line if
-        ``layerwise.table`` is "short".
-        """
+        """Return the start-up table, or the line of ``layerwise.table`` "short"."""
         run = self._run
         planned = run.planned
         optimizer = self.optimizer

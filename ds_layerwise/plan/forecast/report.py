@@ -94,24 +94,24 @@ def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str
     """Yield what may be wrong, each with the part of a config that says otherwise: the parameters
     that go by their name and shape alone, and the fused projections of unknown parts.
     """
-    entries: dict[str, dict[str, dict[str, Any]]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for spec in specs:
         route = routes[spec.name]
         # Layers have the same few names with different numbers.
         name = re.sub(r"\b\d+\b", "*", spec.name)
-        if route.bare:
+        entry: dict[str, Any] = {"name": name}
+        if route.bare and route.parts is None and spec.ep_size == 1:
             about = f"of no known layer: {route.recipe.rule} trains"
-            change: dict[str, Any] = {
-                "optimizer": "scalar" if route.recipe.for_matrices else "matrix"
-            }
+            other = "scalar" if route.recipe.for_matrices else "matrix"
+            entry["optimizer"] = other
         elif route.reason.endswith(NOT_SPLIT) and route.matrices is not None:
             about = "that look fused: one matrix each of"
             length = route.matrices[-1 if route.transposed else -2]
-            parts = "qkv" if length % 3 == 0 and re.search("qkv|att", name, re.I) else "ab"
-            change = {"split": dict.fromkeys(parts, length // len(parts))}
+            parts = "qkv" if re.search("qkv|att", name, re.I) else "ab"
+            entry["split"] = dict.fromkeys(parts, length // len(parts))
         else:
             continue
-        entries.setdefault(about, {})[name] = {"name": name, **change}
+        entries.setdefault(about, {})[name] = entry
     for about, by_name in entries.items():
         others = f" and {len(by_name) - 1} more" if len(by_name) > 1 else ""
         override = {"layerwise": {"overrides": list(by_name.values())}}
@@ -169,11 +169,11 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         rows[f"sent at {gb_s:g} GB/s"] = time_text(forecast.sent_in_step / gb_s)
     if memory_bytes is not None:
         rows["needed"] = size_text(forecast.needed)
-        rows["fits"] = fit_text(memory_bytes - forecast.needed)
+        rows["fits"] = _fit(memory_bytes - forecast.needed)
     return rows
 
 
-def fit_text(left: int) -> str:
+def _fit(left: int) -> str:
     if left >= 0:
         return f"yes,{GLUE}{size_text(left)} left"
     return f"no,{GLUE}{size_text(-left)} too much"

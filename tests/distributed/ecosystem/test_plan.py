@@ -1,6 +1,7 @@
 """``ds-layerwise plan`` against the engine that it speaks of: the layout, every number and the printed table."""
 
 import json
+import math
 
 import deepspeed.comm as dist
 import pytest
@@ -78,6 +79,7 @@ def assert_same(engine, model, path, told_beside=""):
     assert table.partition("optimizer: whole")[0] == run_table.partition("optimizer: whole")[0]
 
 
+@pytest.mark.usefixtures("wide_tables")
 class TestAgainstTheEngine(DistributedTest):
     world_size = [1, 3]
 
@@ -94,6 +96,17 @@ class TestAgainstTheEngine(DistributedTest):
             assert_same(engine, "tests.support.models:tiny_gpt", path,
                         "zero_optimization.reduce_bucket_size = 500000000\n" if case == "defaults" else "")
             engine.destroy()
+
+    @pytest.mark.world_size(2)
+    def test_a_short_table_is_one_line(self):
+        engine = start(tiny_gpt(), ds_config(layerwise={"table": "short"}))
+        line = engine.optimizer.describe()
+        rows = engine.optimizer.listed()
+        numels = {rule: [math.prod(row["shape"]) for row in rows if row["optimizer"] == rule] for rule in (
+            "muon", "adamw")}
+        assert line.startswith(f"{sum(map(sum, numels.values())):,} elements: " + ", ".join(
+            f"{rule} trains {sum(found):,} in {len(found)} tensors" for rule, found in numels.items()))
+        assert line.endswith(" MiB a rank") and "; 2 ranks, " in line and "\n" not in line
 
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("stage", [1, 3])

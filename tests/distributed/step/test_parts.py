@@ -63,6 +63,7 @@ def by_the_oracle(world_size):
     return oracle.params
 
 
+@pytest.mark.usefixtures("wide_tables")
 class TestParts(DistributedTest):
     @pytest.mark.world_size([1, 2, 3])
     def test_they_train_as_parameters_of_their_own(self):

@@ -45,6 +45,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.usefixtures("wide_tables")
 class TestSchedulers(DistributedTest):
     @pytest.mark.parametrize("how", SCHEDULES)
     def test_a_schedule_is_followed_as_the_oracle_does(self, how):

@@ -152,6 +152,7 @@ def planned(tmp_path, model, **layerwise):
     return DryRun.of(model, tmp_path / "ds.json", [2])
 
 
+@pytest.mark.usefixtures("wide_tables")
 def test_plans_and_tables_show_rates_where_they_know_embeddings(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 16,

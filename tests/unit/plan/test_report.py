@@ -66,7 +66,7 @@ def test_both_rates_and_what_is_decayed():
 
 
 def told(routes, specs):
-    """What a table says to look at, each with its override as a value."""
+    """The things to look at, each with its override as a value."""
     return {about: json.loads(change)["layerwise"]["overrides"] for about, change in to_look_at(routes, specs)}
 
 

@@ -1,4 +1,4 @@
-"""What ``ds-layerwise plan`` says first, and ``--fit``: what they propose fits by the plan itself, cheapest first."""
+"""The answer of ``ds-layerwise plan``, and ``--fit``: their proposals fit by the plan itself, cheapest first."""
 
 import json
 
@@ -117,7 +117,7 @@ def test_the_answer_agrees_with_the_byte_tables(model, mesh, stage, ranks, memor
         if code == 0:  # stage 3 does not go with every mesh
             # Stages of a pipeline: that which needs most memory.
             stages[each] = max(json.loads(told), key=lambda numbers: numbers["needed_bytes"])
-    assert ("fits: yes, " in words) is stages[stage]["fits"] is not ("fits: no, " in words)
+    assert (" ranks: fits, " in words) is stages[stage]["fits"] is not (" ranks: does not fit, " in words)
     fitting = {each: numbers for each, numbers in stages.items() if numbers["fits"]}
     recommended = words.partition("; recommended: ")[2].partition(", because")[0]
     if fitting:
@@ -140,9 +140,8 @@ def test_activations_are_counted_by_tokens(written):
     assert f"{(needed + took) / GIB:.1f} GiB needed at stage 1" in said
     assert "activations take 6,034.0 MiB of it" in " ".join(said.split()) and took == 6034 * 2**20
     memory = (needed + took) / GIB
-    for more, verdict in ((0.01, "yes, "), (-0.01, "no, ")):
-        out = run(*arguments, "--tokens", "4096", "--memory", str(memory + more))[1]
-        assert f"fits: {verdict}10.2 MiB" in out
+    for more, verdict in ((0.01, "fits, 10.2 MiB of"), (-0.01, "does not fit, 10.2 MiB too much")):
+        assert verdict in run(*arguments, "--tokens", "4096", "--memory", str(memory + more))[1]
     # What leaves less is marked, and not recommended.
     given = config()
     found = find_fits(build_model("llama-3-8b"), given, [8], memory_bytes=int(memory * GIB), activations=int(12 * GIB))
