@@ -308,7 +308,7 @@ def _print_plan(options: argparse.Namespace) -> int:
         say_last(f"{rendered(plan.assumed)}\n{table}".lstrip())
         return 0
     known = {"memory_bytes": memory, "activations": activations, "gb_s": options.gb_s}
-    say_last(fit.answer(plan, found, **known))
+    say_last(fit.answer(plan, found, ranks, **known))
     return 0
 
 

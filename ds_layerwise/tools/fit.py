@@ -204,6 +204,7 @@ def as_text(
 def answer(
     plan: DryRun,
     found: Sequence[Sequence[Fit]],
+    devices: Sequence[int],
     *,
     memory_bytes: int | None,
     activations: int,
@@ -213,7 +214,7 @@ def answer(
     and with which stage.
 
     Args:
-        found: the fits of each number of ranks; none without ``memory_bytes``.
+        found: the fits of each number of ``devices``; none without ``memory_bytes``.
         memory_bytes, gb_s: as in :func:`.plan_table`.
         activations: as in :func:`find_fits`.
     """
@@ -227,7 +228,7 @@ def answer(
             verdict = f"fits, {left} of {size_text(memory_bytes)} left"
         else:
             verdict = f"does not fit, {size_text(needed - memory_bytes)} too much"
-        line = f"{costs.layout.world_size} ranks: {verdict} at stage {costs.stage}"
+        line = f"{devices[index]} ranks: {verdict} at stage {costs.stage}"
         line += f", {size_text(costs.sent_in_step)} sent in a step"
         if gb_s is not None:
             line += f" ({time_text(costs.sent_in_step / gb_s)})"

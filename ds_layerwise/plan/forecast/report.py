@@ -79,7 +79,7 @@ def plan_table(
 
 
 def summary(routes: Routes, specs: Sequence[ParamSpec], chosen: OptimizerConfig) -> str:
-    """Return the elements and tensors of each recipe in one line."""
+    """Return the elements and tensors of each recipe, of the model that a rank has, in one line."""
     trained = []
     for recipe in _recipes(routes[spec.name] for spec in specs):
         numels = [spec.numel for spec in specs if routes[spec.name].recipe == recipe]
@@ -87,7 +87,7 @@ def summary(routes: Routes, specs: Sequence[ParamSpec], chosen: OptimizerConfig)
             f"{_called(recipe, chosen)} trains {count_text(sum(numels))} in {len(numels)} tensors"
         )
     total = sum(spec.numel for spec in specs)
-    return f"{count_text(total)} elements: {', '.join(trained)}"
+    return f"{count_text(total)} elements on a rank: {', '.join(trained)}"
 
 
 def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str, str]]:

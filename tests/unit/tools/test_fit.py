@@ -111,6 +111,7 @@ def test_the_answer_agrees_with_the_byte_tables(model, mesh, stage, ranks, memor
     code, out, err = plan(stage, "--memory", str(memory))
     assert (code, err) == (0, "") and len(out.splitlines()) <= 12 and max(map(len, out.splitlines())) <= 90
     words = " ".join(out.split())
+    assert f" {ranks} ranks: " in words
     stages = {}
     for each in (1, 2, 3):
         code, told, _ = plan(each, "--json", "--memory", str(memory))
