@@ -10,9 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, is_ours
 from tests.support.rooms import rooms
@@ -115,6 +117,30 @@ def test_the_model_does_not_look_ahead():
 
 #: What Hugging Face puts in the place of "auto".
 FILLED_IN = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+
+
+def autos(section, prefix=""):
+    return {found for key, value in section.items() for found in (
+        autos(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"] * (value == "auto"))}
+
+
+@pytest.mark.parametrize("name", ["hf_auto", "hf_stage3"])
+def test_all_that_a_trainer_fills_in_is_auto(name):
+    keys = set()
+
+    class Asked(HfTrainerDeepSpeedConfig):
+        def fill_match(self, key, *_, **__):
+            keys.add(key)
+
+        fill_only = fill_match
+
+    given = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+    arguments = MagicMock(**{"get_warmup_steps.return_value": 1})
+    asked = Asked(given)
+    asked.trainer_config_process(arguments)
+    asked.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=8)), 10)
+    assert "scheduler.params.warmup_max_lr" in keys
+    assert autos(given) == {key for key in keys if key.split(".")[0] in given}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -766,6 +766,9 @@ class TestUnequalParts(DistributedTest):
             alone.destroy()
         params = {**MUON, "eps": 1e-8, "ns_method": "gram", **changes, "muon_tp_mode": tp_mode}
         engine = start(UnequalParts(mpu), ds_config(stage=stage, gas=2, clip=40.0, params=params), mpu=mpu)
+        # There is room for the largest part on every rank.
+        room, *others = from_all_ranks([bucket.numel for bucket in engine.optimizer.layout.buckets])
+        assert all(other == room for other in others)
 
         def check(step, gradients):
             for name, (first, values) in gradients.items():

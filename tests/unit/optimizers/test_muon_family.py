@@ -72,6 +72,18 @@ def assert_moves_alike(values, wanted, shapes, bound=1e-5):
         assert relative_error(value - start, other - start) < bound, shape
 
 
+@pytest.mark.parametrize("mode, size", [
+    ("spectral", lambda rows, cols: 1), ("match_rms_adamw", lambda rows, cols: 0.2),
+    ("original", lambda rows, cols: max(1, rows / cols) ** 0.5 / max(rows, cols) ** 0.5),
+    ("unit_rms_norm", lambda rows, cols: (rows / cols) ** 0.5 / max(rows, cols) ** 0.5)])
+def test_an_update_is_as_large_as_its_scale_says_for_every_shape(mode, size):
+    rule = recipe("muon", scale_mode=mode, ns_coefficients="polar_express", ns_steps=12, nesterov=False)
+    for shape in (*SHAPES, (6, 90)):
+        value = torch.zeros(shape)
+        rule.update_([value], [noise(shape, 1)], [rule.init_state(value)], hyper({}, lr=1.0, decay=0.0))
+        assert float(value.square().mean().sqrt()) == pytest.approx(size(*shape), rel=0.03), shape
+
+
 # --- other people's ---------------------------------------------------------------------------------------------------
 
 #: By rule with our settings: the module whose Newton-Schulz is told to run in float32, and how to build the optimizer.

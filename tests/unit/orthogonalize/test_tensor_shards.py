@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.optimizers.recipe import Hyper, Site
+from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, gram_segments, newton_schulz
 from ds_layerwise.orthogonalize.tensor_modes import EXACT, FLOPS_PER_BYTE, Cut
@@ -150,6 +151,14 @@ def train_cut(tp_mode, size, axis, shapes, **kwargs):
 
     params, calls, flops = zip(*on_ranks(size, rank), strict=True)
     return [torch.cat(parts, axis) for parts in zip(*params, strict=True)], calls, flops
+
+
+def test_owners_send_twice_for_all_matrices_of_an_update_or_for_each_full_batch(monkeypatch):
+    assert muon_family.MAX_BATCH_NUMEL == 64 * 2**20
+    for most, rounds in ((64 * 2**20, 1), (48 * 96, 2), (1, 3)):
+        monkeypatch.setattr(muon_family, "MAX_BATCH_NUMEL", most)
+        _, calls, _ = train_cut("owner", 2, -2, [(48, 96), (96, 48), (48, 48)])
+        assert [[kind for kind, _ in asked] for asked in calls] == [["exchange"] * 2 * rounds * 3] * 2, most
 
 
 MIXED = [(12, 40), (40, 12), (12, 40), (2, 12, 40), (12, 12)]

@@ -212,6 +212,22 @@ def test_a_bucket_is_copied_while_the_one_before_travels(machine, stage, kind, m
     assert number > 3 and over == [max(0, bucket - 1) for bucket in range(number)]
 
 
+@pytest.mark.parametrize("most", [1, None])
+def test_buckets_behind_a_parameter_without_a_gradient_wait_for_the_end_of_the_pass(machine, most):
+    with machine, torch.no_grad():
+        sync, _, params, _ = make_syncs(2, "mixed", "native", max_waiting=most)
+        unused, alive, machine.current.waits = sync.layout.buckets[1].slots[0].name, {}, 0
+        for bucket in sync.layout.buckets:
+            for name in (slot.name for slot in bucket.slots if slot.name != unused):
+                params[name].grad = torch.ones(SHAPES[name])
+                alive[name] = bucket.index, weakref.ref(params[name].grad)
+                sync.accumulate(name, launch=True)
+        assert sync._scheduler.ready == sync._scheduler.launched == 1 and len(sync.layout.buckets) > 2
+        assert all(ref() is not None for index, ref in alive.values() if index) and not machine.current.waits
+        sync.reduce()
+        assert not any(ref() is not None for _, ref in alive.values())
+
+
 @pytest.mark.parametrize("how", ["native", "levels"])
 @pytest.mark.parametrize("most", [1, 3, None])
 def test_gradients_wait_up_to_a_bound(machine, most, how, monkeypatch):

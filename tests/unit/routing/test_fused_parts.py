@@ -114,12 +114,15 @@ def test_the_parts_of_each_family(kind):
 
 def test_parts_of_a_layer_that_tensor_parallelism_has_cut_are_those_of_the_whole_one():
     model = build("phi3", GQA)
-    mlp = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
-    mine = torch.nn.Parameter(mlp.gate_up_proj.weight[:24].detach().clone())
-    mine.tensor_model_parallel, mine.partition_dim, mine.partition_stride = True, 0, 1
-    mlp.gate_up_proj.weight = mine
-    # Half of the rows are one of the two, and not a half of each.
-    assert parts_of(route(model, tp_size=2))["mlp.gate_up_proj.weight"] == {"gate_or_up": (24, 16)}
+    for name, rows in (("gate_up_proj", 24), ("qkv_proj", 16)):
+        layer = next(getattr(module, name) for module in model.modules() if hasattr(module, name))
+        layer.weight = torch.nn.Parameter(layer.weight[:rows].detach().clone())
+        vars(layer.weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    routes = route(model, tp_size=2)
+    # Half of the rows are one of the two, and not a half of each; a rank with queries alone has no such pieces.
+    assert parts_of(routes) == {"mlp.gate_up_proj.weight": {"gate_or_up": (24, 16)}}
+    reason, = (each.reason for name, each in routes.items() if "qkv_proj" in name)
+    assert reason.endswith(", whole, for its parts q, k, v do not lie whole on a tensor-parallel rank")
 
 
 def test_heads_of_latent_attention_are_cut_into_their_parts():

@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 from ds_layerwise import cli
 from ds_layerwise.config.run_config import DEFAULT_BUCKET_NUMEL, RunConfig
 from ds_layerwise.optimizers.rules.muon_family import Muon
+from ds_layerwise.tools.dry_run import DryRun
 from tests.support import model_specs
 from tests.support.cli import assert_refused, run
 from tests.support.model_specs import bare
@@ -228,7 +229,11 @@ def test_every_parameter_is_listed(files):
     assert head == "1 ranks" and re.split(" {2,}", columns) == [
         "name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because"]
     assert [tuple(re.split(" {2,}", line)) for line in lines] == expected
-    plans = json.loads(run(*files(given, "1,2", "--list", "--json"))[1])
+    out = run(*files(given, "1,2", "--list", "--json"))[1]
+    plans = json.loads(out)
+    assert out.count("\n") == 1
+    # All are in one group.
+    assert {each.group for each in DryRun.of(SMALL, files(given)[4], [2]).routes.values()} == {0}
     for plan in plans:
         owned = [0] * plan["ranks"]
         for row in plan["parameters"]:
@@ -249,6 +254,7 @@ def test_every_parameter_is_listed(files):
     (config(optimizer={"type": "LayerWise", "params": {"per_head_muon": True}}), "found no query, key or value pro"),
     (config(layerwise={"overrides": [{"name": "x", "lr_scale": 2}]}), "matches no trainable parameter"),
     (config(zero_optimization={"stage": 4}), "zero_optimization.stage must be 1 or 2 or 3 with this optimizer, got 4"),
+    (config(bf16={}, torch_autocast={"enabled": True, "dtype": "bfloat16"}), "half precision; plan without it"),
     (config(fp16={"enabled": True}), "bf16.enabled and fp16.enabled are both true"),
     (config(optimizer={"type": 5}), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got 5"),
     (config(optimizer=None), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None: there is no optimizer"),

@@ -62,6 +62,16 @@ def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, writ
             assert told["left_bytes"] == fit.left >= 0 and told["sent_by_busiest_bytes"] == fit.sent
 
 
+def test_a_bucket_is_the_largest_that_fits(written):
+    bounded, whole = find_fits(build_model("llama-3-8b"), config(), [8], memory_bytes=30 * GIB)[0]
+    assert bounded.change.values["zero_optimization.reduce_bucket_size"] == 250_000_000 and bounded.left >= 0
+    assert "zero_optimization.reduce_bucket_size" not in whole.change.values
+    own = bounded.change.applied_to(config())
+    own["zero_optimization"]["reduce_bucket_size"] = 500_000_000
+    plan = DryRun.of("llama-3-8b", written(own), [8])
+    assert as_json(plan.forecasts[0], memory_bytes=30 * GIB)["left_bytes"] < 0
+
+
 def test_nothing_may_fit():
     assert find_fits(build_model("llama-3-8b"), config(), [8], memory_bytes=12 * GIB) == [[]]
 
