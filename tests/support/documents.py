@@ -92,3 +92,19 @@ def anchors_of(path: Path) -> set[str]:
     """Return the anchors that GitHub gives the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", prose_of(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def sentences_of(path: Path) -> list[str]:
+    """Return the sentences of a page without its code: a blank line, a heading, a list item and a cell end one, too."""
+    text = re.sub(r"^ *```.*?^ *```$|<!--.*?-->", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    pieces = [""]
+    for line in text.splitlines():
+        opens = re.match(r" *(?:[*-]|\d+\.|#+) +", line)
+        if line.startswith("|"):
+            pieces += [*line.strip("|").split("|"), ""]
+        elif opens or not line.strip():
+            pieces += [line[opens.end():] if opens else "", *[""] * bool(opens and "#" in opens[0])]
+        else:
+            pieces[-1] += f" {line}"
+    whole = [" ".join(piece.split()) for piece in pieces]
+    return [found for piece in whole for found in re.split(r"(?:(?<=[.!?])|(?<=[.!?]\))) +(?=[^a-z])", piece) if found]
