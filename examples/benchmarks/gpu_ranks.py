@@ -207,9 +207,7 @@ def newton_schulz_times(place: Place) -> dict[str, Any]:
             }
             ms = in_turns({**sides, **own}, place.repetitions, finish=place.finish)
             rates = {
-                name: gflop(
-                    (batch, m, n), "gram" if "gram" in name else "standard", NAMES[kinds[name]]
-                )
+                name: gflop((batch, m, n), "gram" if "gram" in name else "standard", kinds[name])
                 / ms[name]
                 for name in sides
             }

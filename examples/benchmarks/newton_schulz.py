@@ -75,13 +75,13 @@ def thread_ms(work: Callable[[], object]) -> float:
     return 1000 * (time.thread_time() - start)
 
 
-def gflop(shape: tuple[int, int, int], method: str, dtype: str) -> float:
+def gflop(shape: tuple[int, int, int], method: str, dtype: torch.dtype) -> float:
     """Return the work of the batch, as the iteration is written: symmetric products in full, and
     the restarts of its dtype."""
     batch, m, n = shape[0], min(shape[1:]), max(shape[1:])
     if method == "standard" or m == n:
         return batch * STEPS * (4 * m * m * n + 2 * m**3) / 1e9
-    segments = len(gram_segments(STEPS, DTYPES[dtype]))
+    segments = len(gram_segments(STEPS, dtype))
     return batch * (segments * 4 * m * m * n + (4 * STEPS - 3 * segments) * 2 * m**3) / 1e9
 
 
@@ -109,7 +109,7 @@ def rows_of(shape: tuple[int, int, int], repetitions: int) -> list[str]:
     for method in METHODS:
         for dtype in dtypes:
             single, batch = ms[method, dtype, False], ms[method, dtype, True]
-            work_done = gflop(shape, method, dtype)
+            work_done = gflop(shape, method, DTYPES[dtype])
             rows.append(
                 f"| {'x'.join(map(str, shape)):>10} | {method:8} | {dtype} | {work_done:7.2f} | "
                 f"{single:8.1f} | {batch:8.1f} | {single / batch:12.2f} | "
@@ -173,7 +173,7 @@ def symmetry_row(shape: tuple[int, int], dtype: str, repetitions: int, device: t
     own = 2 * side**3 / 1e6 / ms["own"]
     cells = []
     for method in METHODS:
-        rate = gflop((1, *shape), method, dtype) / ms[method] * 1000
+        rate = gflop((1, *shape), method, DTYPES[dtype]) / ms[method] * 1000
         cells.append(
             f"{ms[method]:8.1f} | {ms[method] / ms[f'{method} in full']:7.2f} | {rate / own:8.2f} |"
         )

@@ -40,7 +40,7 @@ from ds_layerwise.engine.checkpoints.stage3_files import (
     saving_the_rest,
 )
 from ds_layerwise.engine.contract.patches import Method, only_ours
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
@@ -73,7 +73,7 @@ def _save_whole(
     lacks_frozen = options.get("exclude_frozen_parameters")
     with comm.errors_on_all_ranks():
         if not save_dir:
-            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+            raise ConfigError(f"save_dir must be a non-empty string, got {save_dir!r}")
         optimizer.interrupted.check()
         # A background save must not depend on a later change of the working directory.
         place = Path(save_dir).absolute()
