@@ -39,7 +39,7 @@ _AXES = {
 #: The options of ``plan`` that ask for other output, each with those that it cannot have.
 _APART = {
     "fit": ("memory", "verbose", "list", "json"),
-    "tokens": ("verbose", "list", "json"),
+    "tokens": ("list", "json"),
     "verbose": ("list", "json"),
 }
 
@@ -324,7 +324,7 @@ def _refuse_together(options: argparse.Namespace) -> None:
 def _print_numbers(options: argparse.Namespace, plan: Any) -> int:
     """Print a plan as ``--json``, ``--list`` and ``--verbose`` want it."""
     from ds_layerwise.plan.forecast.report import as_json, as_text, plan_table, stages_told
-    from ds_layerwise.plan.forecast.text_tables import rendered
+    from ds_layerwise.plan.forecast.text_tables import rendered, size_text
 
     plans: list[Any] = []
     for stage in plan.stages:
@@ -360,8 +360,11 @@ def _print_numbers(options: argparse.Namespace, plan: Any) -> int:
             **known,
         )
         stages = [each.forecasts for each in plan.stages]
-        told = stages_told(stages) if len(stages) > 1 else ()
-        say_last(f"{rendered([*plan.assumed, *told])}\n{table}".lstrip())
+        told = [*plan.assumed, *(stages_told(stages) if len(stages) > 1 else ())]
+        if options.tokens:
+            activations = size_text(plan.activations(options.tokens))
+            told.append(f"activations, counted nowhere below: {activations}")
+        say_last(f"{rendered(told)}\n{table}".lstrip())
     return 0
 
 

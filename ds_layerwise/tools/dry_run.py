@@ -314,7 +314,8 @@ def checked(path: Path) -> list[str]:
     """
     given = read_file(path)
     filled, by_trainer = fill_in(given)
-    total, micro = map(filled.get, ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    batches = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    total, micro = map(filled.get, batches)
     passes = filled.get("gradient_accumulation_steps", 1)
     num_ranks = 1
     if isinstance(total, int) and isinstance(micro, int) and isinstance(passes, int):
@@ -323,6 +324,8 @@ def checked(path: Path) -> list[str]:
     num_ranks *= Mesh.of(given, {}).sp
     lines = _for_auto(by_trainer, filled, check_for(filled, num_ranks))
     run = RunConfig.from_ds_config(filled)
+    if given.keys().isdisjoint(batches):
+        lines.append(f"a run needs {' or '.join(batches)}")
     if run.without_effect:
         lines.append(f"without effect here: {', '.join(run.without_effect)}")
     rules = " and ".join(recipe.rule for recipe in run.optimizer.recipes)

@@ -196,7 +196,7 @@ def as_text(
         "above all, and what drivers and libraries take; sent: by the busiest rank in a step of "
         "one micro-batch; devices: --ranks."
     )
-    if activations:
+    if any(fit.left < activations for fits in found for fit in fits):
         about += f" *: less than the {size_text(activations)} that activations take."
     return rendered([table, about, *filter(None, prices), *below])
 
@@ -236,12 +236,12 @@ def answer(
             line += f"; {_recommended(found[index], activations)}"
         lines.append(line)
     for about, change in to_look_at(plan.routes, plan.specs):
-        lines.append(f"look at {about}; to change it: {change}")
+        lines.append(f"look at {about}; to change it, in layerwise.overrides: {change}")
     if plan.run.without_effect:
         lines.append(f"without effect here: {', '.join(plan.run.without_effect)}")
     counted = "activations are not counted: --tokens N"
     if activations:
-        counted = f"activations take {size_text(activations)} of it"
+        counted = f"{size_text(activations)} of activations are counted"
     last = f"{counted}; more: --verbose, the tables; --list, every parameter; --fit GIB, changes"
     shown: list[str] = []
     for line in [*lines, *plan.assumed]:

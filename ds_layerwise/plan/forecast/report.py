@@ -74,7 +74,7 @@ def plan_table(
     parts += _notes(forecasts, memory_bytes)
     parts += filter(None, map(idle_told, forecasts))
     for about, change in to_look_at(routes, specs):
-        parts.append(f"look at {about}; to change it: {change}")
+        parts.append(f"look at {about}; to change it, in layerwise.overrides: {change}")
     return rendered(parts)
 
 
@@ -91,8 +91,9 @@ def summary(routes: Routes, specs: Sequence[ParamSpec], chosen: OptimizerConfig)
 
 
 def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str, str]]:
-    """Yield what may be wrong, each with the part of a config that says otherwise: the parameters
-    that go by their name and shape alone, and the fused projections of unknown parts.
+    """Yield what may be wrong, each with the entries of ``layerwise.overrides`` that say otherwise:
+    the parameters that go by their name and shape alone, and the fused projections of unknown
+    parts.
     """
     entries: dict[str, dict[str, Any]] = {}
     for spec in specs:
@@ -100,12 +101,13 @@ def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str
         # Layers have the same few names with different numbers.
         name = re.sub(r"\b\d+\b", "*", spec.name)
         entry: dict[str, Any] = {"name": name}
-        if route.bare and route.parts is None and spec.ep_size == 1:
+        # Stacks are experts, all but always.
+        if route.bare and len(route.matrices or ()) < 3:
             about = f"of no known layer: {route.recipe.rule} trains"
             other = "scalar" if route.recipe.for_matrices else "matrix"
             entry["optimizer"] = other
         elif route.reason.endswith(NOT_SPLIT) and route.matrices is not None:
-            about = "that look fused: one matrix each of"
+            about = "that look fused (sizes are a guess): one matrix each of"
             length = route.matrices[-1 if route.transposed else -2]
             parts = "qkv" if re.search("qkv|att", name, re.I) else "ab"
             entry["split"] = dict.fromkeys(parts, length // len(parts))
@@ -114,8 +116,8 @@ def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str
         entries.setdefault(about, {})[name] = entry
     for about, by_name in entries.items():
         others = f" and {len(by_name) - 1} more" if len(by_name) > 1 else ""
-        override = {"layerwise": {"overrides": list(by_name.values())}}
-        yield f"parameters {about} {next(iter(by_name))}{others}", json.dumps(override)
+        overrides = ", ".join(map(json.dumps, by_name.values()))
+        yield f"parameters {about} {next(iter(by_name))}{others}", overrides
 
 
 def idle_told(forecast: Forecast) -> str:

@@ -67,7 +67,7 @@ def test_both_rates_and_what_is_decayed():
 
 def told(routes, specs):
     """The things to look at, each with its override as a value."""
-    return {about: json.loads(change)["layerwise"]["overrides"] for about, change in to_look_at(routes, specs)}
+    return {about: json.loads(f"[{change}]") for about, change in to_look_at(routes, specs)}
 
 
 def test_bare_parameters_have_rows_of_their_own_and_an_override():
@@ -75,6 +75,9 @@ def test_bare_parameters_have_rows_of_their_own_and_an_override():
              "table"]
     routes = {name: Route(name=name, recipe=MUON, reason="matrix", group=0, matrix_shape=(4, 4),
                           bare="experts" in name) for name in names[:-1]}
+    names.append("stack")
+    routes["stack"] = Route(name="stack", recipe=MUON, reason="stack of matrices", group=0, matrix_shape=(2, 2, 4),
+                            bare=True)
     routes["table"] = Route(name="table", recipe=ADAMW, reason="embedding (by name)", group=0, bare=True)
     specs = specs_of(((name, (4, 4), "float32") for name in names), routes)
     text = plan_table(routes, specs, [forecast(specs, routes, RUN, 2)], OptimizerConfig())
@@ -86,7 +89,7 @@ def test_bare_parameters_have_rows_of_their_own_and_an_override():
             {"name": "layers.*.experts.up", "optimizer": "scalar"},
             {"name": "layers.*.experts.down", "optimizer": "scalar"}],
         "parameters of no known layer: adamw trains table": [{"name": "table", "optimizer": "matrix"}]}
-    assert all(f"look at {about}; to change it: " in text for about in told(routes, specs))
+    assert all(f"look at {about}; to change it, in layerwise.overrides: " in text for about in told(routes, specs))
 
 
 class Mixer(nn.Module):
@@ -102,7 +105,7 @@ def test_a_fused_projection_that_stays_whole_has_an_override_that_splits_it():
     routes = routes_of(model)
     said = told(routes, specs_in(model, routes))
     expected = {"*.my_qkv.weight": {"q": 8, "k": 8, "v": 8}, "*.w13.weight": {"a": 16, "b": 16}}
-    assert said == {"parameters that look fused: one matrix each of *.my_qkv.weight and 1 more": [
+    assert said == {"parameters that look fused (sizes are a guess): one matrix each of *.my_qkv.weight and 1 more": [
         {"name": name, "split": parts} for name, parts in expected.items()]}
     # What it says to paste is taken, and asks no more.
     [overrides] = said.values()

@@ -448,6 +448,7 @@ def test_dtypes_are_spelled_as_in_deepspeed(spelling):
 @pytest.mark.parametrize("given, said", [
     (config(), "ok: muon and adamw at ZeRO stage 1, parameters in bfloat16"),
     (config(prescale_gradients=True), "without effect here: prescale_gradients"),
+    (config(train_micro_batch_per_gpu=2), "a run needs train_batch_size or train_micro_batch_size_per_gpu"),
     (config(train_batch_size=64, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2), "ok: "),
     (config(train_batch_size=32, sequence_parallel_size=4), "ok: "),
     (config(zero_optimization={"stage": 3, "reduce_bucket_size": "auto"}), "reduce_bucket_size = 500000000")])

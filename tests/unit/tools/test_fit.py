@@ -149,7 +149,7 @@ def test_activations_are_counted_by_tokens(written):
     needed = json.loads(run(*arguments, "--json", "--memory", "79.6")[1])[0]["needed_bytes"]
     said = run(*arguments, "--tokens", "4096")[1]
     assert f"{(needed + took) / GIB:.1f} GiB needed at stage 1" in said
-    assert "activations take 6,034.0 MiB of it" in " ".join(said.split()) and took == 6034 * 2**20
+    assert "6,034.0 MiB of activations are counted" in " ".join(said.split()) and took == 6034 * 2**20
     memory = (needed + took) / GIB
     for more, verdict in ((0.01, "fits, 10.2 MiB of"), (-0.01, "does not fit, 10.2 MiB too much")):
         assert verdict in run(*arguments, "--tokens", "4096", "--memory", str(memory + more))[1]
@@ -161,7 +161,9 @@ def test_activations_are_counted_by_tokens(written):
     assert changed_keys(found[0])[0] == ["stage"] and found[0][-1].left < 12 * GIB
     out = run(*arguments, "--fit", str(memory), "--tokens", str(2 * 4096))[1]
     assert " *" in out and "*: less than the 11.8 GiB that activations take" in " ".join(out.split())
-    for option in ("--json", "--list", "--verbose"):
+    assert "*" not in run(*arguments, "--fit", "79.6", "--tokens", "1")[1]
+    assert "activations, counted nowhere below: 6,034.0 MiB" in run(*arguments, "--tokens", "4096", "--verbose")[1]
+    for option in ("--json", "--list"):
         assert_refused(f"--tokens and {option} do not go together", *arguments, "--tokens", "1", option)
     assert_refused("--tokens needs a model with a config that has hidden_size", "plan", "--model",
                    "tests.support.model_specs:small", *arguments[3:], "--tokens", "8")
