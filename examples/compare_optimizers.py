@@ -193,6 +193,29 @@ def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def of_size(settings: dict[str, Any], size: str) -> dict[str, Any]:
+    """Return ``settings`` with those of a size. A run without a schedule stays without one."""
+    changes = dict(SIZES[size].settings)
+    if "scheduler" not in settings:
+        changes.pop("scheduler", None)
+    return merged(settings, changes)
+
+
+def differing_schedules(configs: list[Path]) -> str:
+    """Return a line that says whose schedule is not that of the first configuration; else an empty
+    one.
+    """
+    schedules = {config: json.loads(config.read_text()).get("scheduler") for config in configs}
+    first, *_ = schedules.values()
+    others = [str(config) for config, schedule in schedules.items() if schedule != first]
+    if not others:
+        return ""
+    return (
+        f"another schedule than {configs[0]} has: {', '.join(others)}. Losses compare the "
+        "schedules, too: give all the same scheduler"
+    )
+
+
 def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], float | None]:
     """Return ``settings`` with the learning rate of matrices times ``factor``, and that rate; None
     where the configuration leaves it to the optimizer, which takes a ``factor`` of 1.
@@ -226,7 +249,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
     settings, rate = with_rate(json.loads(config.read_text()), factor)
-    (out / "config.json").write_text(json.dumps(merged(settings, SIZES[args.size].settings)))
+    (out / "config.json").write_text(json.dumps(of_size(settings, args.size)))
     print(
         f"{name}: {args.steps} steps on {args.ranks} ranks ({args.device}), log in {log}",
         flush=True,
@@ -379,6 +402,8 @@ def main() -> int:
     draws = find_spec("matplotlib") is not None
     if not draws:
         print("there will be no loss.png: it takes matplotlib (pip install matplotlib)", flush=True)
+    if told := differing_schedules(args.configs):
+        print(told, flush=True)
     rows: list[dict[str, Any]] = []
 
     def trained(config: Path, factor: float, seed: int) -> dict[str, Any]:

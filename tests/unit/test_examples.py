@@ -273,8 +273,20 @@ def test_the_size_for_a_node_is_what_its_name_says(compare):
         # Without any wait of DeepSpeed's timer, and in the same batches.
         assert merged["timers"]["throughput"] == {"synchronized": False}
         assert merged["train_micro_batch_size_per_gpu"] == 16 and merged["bf16"] == {"enabled": True}
+        assert compare.of_size(settings, "127m") == merged
+        settings.pop("scheduler")
+        assert "scheduler" not in compare.of_size(settings, "127m")
     # The last of two equal options counts.
     assert compare.parse_arguments(["--size", "127m", "--width", "16"])[1] == [*size.options, "--width", "16"]
+
+
+def test_comparing_says_whose_schedule_is_another(compare, tmp_path):
+    paths = [ROOT / "ds_configs" / f"{name}.json" for name in compare.SIZES["127m"].configs]
+    assert not compare.differing_schedules(paths)
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}}}))
+    told = compare.differing_schedules([*paths, own])
+    assert told.startswith(f"another schedule than {paths[0]} has: {own}. ")
 
 
 SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--context", 16)
