@@ -180,10 +180,13 @@ def as_text(
     title = f"what fits on devices with {size_text(memory_bytes)}, cheapest first"
     table = table_of(title, ("devices", "change", "left", "sent"), ("change",))
     prices: dict[str, None] = {}
-    below = []
+    below, mark = [], ""
     for num_devices, fits in zip(devices, found, strict=True):
         for fit in fits:
-            left = size_text(fit.left) + " *" * (fit.left < activations)
+            left = size_text(fit.left)
+            if fit.left < activations:
+                left += " *"
+                mark = f" *: less than the {size_text(activations)} that activations take."
             table.add_row(str(num_devices), str(fit.change), left, size_text(fit.sent))
             prices[fit.change.price] = None
         line = f"devices: {num_devices}; {_recommended(fits, activations)}"
@@ -196,9 +199,7 @@ def as_text(
         "above all, and what drivers and libraries take; sent: by the busiest rank in a step of "
         "one micro-batch; devices: --ranks."
     )
-    if any(fit.left < activations for fits in found for fit in fits):
-        about += f" *: less than the {size_text(activations)} that activations take."
-    return rendered([table, about, *filter(None, prices), *below])
+    return rendered([table, about + mark, *filter(None, prices), *below])
 
 
 def answer(
