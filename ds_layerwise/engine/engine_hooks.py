@@ -72,7 +72,6 @@ from ds_layerwise.zero.setup.client_groups import (
 from ds_layerwise.zero.setup.loss_scaling import AUTOCAST_SCALE, LossScaling
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.step_progress import warn_once
 
 #: The configs of engines. Several hooks need one before the engine has an optimizer, which has it
 #: from then on.
@@ -121,9 +120,7 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         for i, override in enumerate(_run(engine).layerwise.overrides):
             if override.key is not None:
                 described.append(f"{override.label(i)} = {override.changes()}")
-        comm.same_on_all_ranks(
-            "the configuration", comm.digest_of(described), described, group=None
-        )
+        comm.same_on_all_ranks("the configuration", described, group=None)
     try:
         return original()
     except AssertionError as error:
@@ -216,7 +213,7 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
             described.append(f"{name} {tuple(param.shape)} {param.dtype}{notes}")
         group = engine.seq_data_parallel_group if is_stage or engine.mp_world_size > 1 else None
         with comm.errors_on_all_ranks():
-            comm.same_on_all_ranks("the model", comm.digest_of(described), described, group=group)
+            comm.same_on_all_ranks("the model", described, group=group)
     with viewable_as_bytes(model.parameters()):
         return original()
 
@@ -401,7 +398,7 @@ def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: A
     else:
         given = list(parameters)
     if any(param_owner.is_trained(param) and param.grad is None for param in given):
-        warn_once(
+        comm.warn_once(
             "clip_grad_norm_() of the script has no effect: gradients are in the engine, not on "
             "the parameters; set gradient_clipping in the config, and get the norm from "
             "engine.get_global_grad_norm()"

@@ -38,7 +38,7 @@ from ds_layerwise.zero.step.metrics import Reports
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
 from ds_layerwise.zero.step.update import Step, StepObserver, timed, update
-from ds_layerwise.zero.step_progress import survivable, warn_once
+from ds_layerwise.zero.step_progress import survivable
 
 
 class LayerWiseZeroOptimizer(ReportingOptimizer):
@@ -245,7 +245,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
             )
         state = self.progress.state
         if state.call is not Call.RUNS:
-            warn_once(
+            comm.warn_once(
                 "optimizer.step() updates, but the engine counts no step (global_steps), moves no "
                 "schedule and ends no gradient accumulation; call engine.step()"
             )

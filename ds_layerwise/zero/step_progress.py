@@ -22,11 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.process_exit import Attempt
@@ -92,7 +91,7 @@ class Progress:
         if engine is None or not is_managed(engine) or engine.micro_steps:
             return
         if self._passes_at_start == _PASSES_IN_VAIN * engine.gradient_accumulation_steps():
-            warn_once(
+            comm.warn_once(
                 f"{self._passes_at_start} backward passes so far, and no engine.step(): no weight "
                 "has moved, and global_steps is 0; if another optimizer steps, it moves nothing: "
                 "call engine(inputs), engine.backward(loss) and engine.step()"
@@ -179,16 +178,6 @@ class Progress:
 def is_managed(engine: Any) -> bool:
     """Tell whether the engine decides where a step ends."""
     return bool(engine.managed_gradient_accumulation())
-
-
-def warn(message: str) -> None:
-    """Warn on rank 0."""
-    if comm.rank_of(None) == 0:
-        logger.warning(f"ds_layerwise: {message}")
-
-
-#: :func:`warn`, once per process.
-warn_once = lru_cache(maxsize=None)(warn)
 
 
 class Interrupted(Attempt):

@@ -217,7 +217,6 @@ READ = (
              "reduce_scatter_tensor send"),
     *_used("deepspeed.comm", "read", "get_rank get_world_size", ("group",)),
     Used("deepspeed.comm.ReduceOp", "read"),
-    Used("deepspeed.comm.get_global_rank", "read", ("group", "group_rank")),
     *_used("deepspeed.comm", "read", "init_distributed is_initialized", ()),
     Used("deepspeed.utils.groups._clone_world_group", "read", ()),
     Used("deepspeed.utils.groups._create_zero_param_parallel_group", "read", ("group_size",)),

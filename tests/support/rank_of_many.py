@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_layerwise.ranks.comm import comm, nodes, object_gather
+from ds_layerwise.ranks.comm import comm, nodes
 
 
 class Over:
@@ -91,10 +91,10 @@ def rank_of_many(size: int, per_node: int, network: Network) -> Iterator[tuple[C
         The gathers of objects, and the groups made.
     """
     where = [rank // per_node for rank in range(size)]
-    gathers, groups = Count(object_gather.gather), Count(distributed.new_group)
+    gathers, groups = Count(comm.gather_objects), Count(distributed.new_group)
     with ExitStack() as stack:
         for owner, name, value in (
-            (nodes, "node_of_each_rank", lambda: where), (object_gather, "gather", gathers),
+            (nodes, "node_of_each_rank", lambda: where), (comm, "gather_objects", gathers),
             (distributed, "new_group", groups), (comm, "dist", network), (deepspeed_comm, "cdb", None)):
             stack.enter_context(unittest.mock.patch.object(owner, name, value))
         # Only inference uses this operator, and building it takes a minute.

@@ -23,7 +23,6 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_layerwise.checkpoint import atomic, universal
@@ -44,7 +43,6 @@ from ds_layerwise.engine.checkpoints.stage3_files import as_at_stage_2, is_cut, 
 from ds_layerwise.engine.contract.patches import Method, only_ours
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
-from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
@@ -192,11 +190,10 @@ def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]
             f"{Path(load_dir, universal.LATEST)} does not exist; pass the tag of a universal "
             "checkpoint"
         )
-    if comm.rank_of(None) == 0:
-        logger.warning(
-            f"ds_layerwise: nothing was loaded: {Path(load_dir, 'latest')} does not exist; pass "
-            "the tag of a checkpoint if there is one"
-        )
+    comm.warn(
+        f"nothing was loaded: {Path(load_dir, 'latest')} does not exist; pass the tag of a "
+        "checkpoint if there is one"
+    )
     return None, None
 
 
@@ -344,11 +341,10 @@ def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | N
                 f"{rank} {theirs!r} in {there} (None: there is no file latest); pass the same tag "
                 "to load_checkpoint on all ranks"
             )
-        if comm.rank_of(None) == 0:
-            announce(
-                f"ds_layerwise: latest is not the same on all nodes; loading {newest!r}, the "
-                "newest save that all of them have"
-            )
+        comm.report(
+            f"latest is not the same on all nodes; loading {newest!r}, the newest save that all "
+            "of them have"
+        )
         return newest
     return mine
 
@@ -609,10 +605,10 @@ def _check_counts(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> Non
     if scheduler is None or not load.wants_scheduler:
         return
     load.wants_scheduler = _resumes(scheduler, checkpoint.get("lr_scheduler"))
-    if not load.wants_scheduler and comm.rank_of(None) == 0:
-        announce(
-            f"ds_layerwise: {type(scheduler).__name__} starts afresh, because the checkpoint has "
-            "no state of a learning rate scheduler, or that of another one"
+    if not load.wants_scheduler:
+        comm.report(
+            f"{type(scheduler).__name__} starts afresh, because the checkpoint has no state of a "
+            "learning rate scheduler, or that of another one"
         )
 
 

@@ -87,7 +87,7 @@ def _save_whole(
                     "set layerwise.save_universal to false"
                 )
             _check_kind(place / f"{tag}_universal", is_universal=True)
-    comm.same_on_all_ranks("the checkpoint's tag", tag, [tag], group=None)
+    comm.same_on_all_ranks("the checkpoint's tag", [tag], group=None)
     commit_decoupled(engine)
     optimizer.checkpointing.begin_save()
     with ExitStack() as undo:

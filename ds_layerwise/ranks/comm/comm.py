@@ -21,13 +21,16 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError, LayoutError
+from ds_layerwise.output import announce
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import object_gather
 
@@ -242,7 +245,7 @@ def all_gather(out: Tensor, own: Tensor, *, group: Group) -> Any:
 
 def broadcast(value: Tensor, *, out_of: int, group: Group) -> Any:
     """Begin to broadcast ``value`` from rank ``out_of`` of ``group``."""
-    return dist.broadcast(value, global_rank(group, out_of), group=group, async_op=True)
+    return dist.broadcast(value, ranks_of(group)[out_of], group=group, async_op=True)
 
 
 def send(value: Tensor, *, to: int) -> None:
@@ -257,14 +260,7 @@ def receive(out: Tensor, *, out_of: int) -> None:
 
 def ranks_of(group: Group) -> list[int]:
     """Return the world ranks of the members of ``group``, in its order."""
-    return [global_rank(group, rank) for rank in range(size_of(group))]
-
-
-def global_rank(group: Group, rank: int) -> int:
-    """Return the world rank of ``rank`` in ``group``."""
-    if group is None:
-        return rank
-    return int(dist.get_global_rank(group, rank))
+    return torch.distributed.get_process_group_ranks(group)
 
 
 def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
@@ -354,6 +350,23 @@ def is_agreed(error: BaseException) -> bool:
     return hasattr(error, _AGREED)
 
 
+def report(line: str) -> None:
+    """Print ``line`` on rank 0 of the world. DeepSpeed's logger shows only warnings by default."""
+    if rank_of(None) == 0:
+        announce(f"ds_layerwise: {line}")
+
+
+def warn(message: str) -> None:
+    """Log a warning on rank 0 of the world."""
+    if rank_of(None) == 0:
+        logger.warning(f"ds_layerwise: {message}")
+
+
+#: :func:`report` and :func:`warn`, once per process.
+report_once = cache(report)
+warn_once = cache(warn)
+
+
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
     """Raise on every rank if any rank leaves the block with an error; see
@@ -376,11 +389,8 @@ def errors_on_all_ranks_if_started() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def gather_objects(value: Any, *, group: Group) -> list[Any]:
-    """Return ``value`` of every rank, in rank order. It is pickled, so keep it small. No device
-    takes part.
-    """
-    return object_gather.gather(value, group=group)
+#: Returns a value of every rank, in rank order. It is pickled, so keep it small.
+gather_objects = object_gather.gather
 
 
 def digest_of(items: Sequence[str]) -> str:
@@ -388,18 +398,21 @@ def digest_of(items: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(items).encode()).hexdigest()[:12]
 
 
-def same_on_all_ranks(what: str, digest: str, items: Sequence[str], *, group: Group) -> None:
-    """Raise on every rank unless ``digest`` is the same everywhere.
+def same_on_all_ranks(
+    what: str, items: Sequence[str], *, group: Group, placement: str = ""
+) -> None:
+    """Raise on every rank unless ``items`` and ``placement`` are the same everywhere.
 
     Args:
         what: the name in the error, such as "the model".
-        items: the items that ``digest`` was made from. Each is a name, a space and a description;
-            the error shows the first one that differs.
+        items: each is a name, a space and a description; the error shows the first one that
+            differs.
+        placement: a digest of what the items do not show.
 
     Raises:
-        LayoutError: the digests differ.
+        LayoutError: something differs.
     """
-    digests = gather_objects(digest, group=group)
+    digests = gather_objects(digest_of([placement, *items]), group=group)
     like_first = digests.count(digests[0])
     if like_first < len(digests):
         other = next(rank for rank, own in enumerate(digests) if own != digests[0])

@@ -9,12 +9,10 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from itertools import chain
 
 from torch import distributed
 
-from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 
 #: Groups made from a group of all ranks, by their ranks. torch frees none before the parent group
@@ -40,20 +38,14 @@ def node_of_each_rank() -> list[int]:
         nodes.append(nodes[-1] + begins)
     num_hosts = len({host for host, _ in places})
     num_nodes = nodes[-1] + 1
-    if num_nodes > num_hosts and comm.rank_of(None) == 0:
-        _warn_of_nodes(len(places), num_hosts, num_nodes)
+    if num_nodes > num_hosts:
+        comm.report_once(
+            f"{len(places)} ranks on {num_hosts} host{'s' * (num_hosts > 1)} count as {num_nodes} "
+            "nodes, because the ranks of a host are not consecutive, or LOCAL_RANK restarts among "
+            "them; if a host is one node, more bytes than needed go between hosts: number the "
+            "ranks host by host, with LOCAL_RANK from 0 on each host"
+        )
     return nodes
-
-
-@cache
-def _warn_of_nodes(num_ranks: int, num_hosts: int, num_nodes: int) -> None:
-    """Report once that hosts count as several nodes."""
-    announce(
-        f"ds_layerwise: {num_ranks} ranks on {num_hosts} host{'s' * (num_hosts > 1)} count as "
-        f"{num_nodes} nodes, because the ranks of a host are not consecutive, or LOCAL_RANK "
-        "restarts among them; if a host is one node, more bytes than needed go between hosts: "
-        "number the ranks host by host, with LOCAL_RANK from 0 on each host"
-    )
 
 
 def ranks_per_node(ranks: Sequence[int], nodes: Sequence[int]) -> int:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
-from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
@@ -119,10 +118,10 @@ def make_fetcher(
             if param.dtype != cut.dtype and cut.is_floating_point():
                 told.append(f"{name} from {cut.dtype} to {param.dtype}")
                 param.data = param.data.to(cut.dtype)
-    if told and comm.rank_of(None) == 0:
-        announce(
-            f"ds_layerwise: the script has converted {few(told)} after zero.Init(), which converts "
-            "no cuts: they are trained in the former dtype"
+    if told:
+        comm.report(
+            f"the script has converted {few(told)} after zero.Init(), which converts no cuts: they "
+            "are trained in the former dtype"
         )
     return fetcher
 

@@ -213,16 +213,13 @@ class Checkpointing:
             # written.
             header = self.header()
         steps = [f"steps {self._run.engine().global_steps}", f"updates {header.step}"]
-        comm.same_on_all_ranks(
-            "the step of save_checkpoint()", comm.digest_of(steps), steps, group=None
-        )
+        comm.same_on_all_ranks("the step of save_checkpoint()", steps, group=None)
         if header.repeats and not self._has_warned:
             self._has_warned = True
-            if comm.rank_of(None) == 0:
-                logger.warning(
-                    f"ds_layerwise: saved {WITHIN_STEP}: the checkpoint holds what the last update "
-                    "has left, and a resumed run repeats the step from its first micro-batch"
-                )
+            comm.warn(
+                f"saved {WITHIN_STEP}: the checkpoint holds what the last update has left, and a "
+                "resumed run repeats the step from its first micro-batch"
+            )
 
     def header(self) -> Header:
         """Return the part of a checkpoint that is not tensors."""
@@ -376,12 +373,7 @@ class Checkpointing:
         for part in parts:
             which.append(f"save {part.save_id}")
         with comm.errors_on_all_ranks():
-            comm.same_on_all_ranks(
-                f"the checkpoint in {folder}",
-                comm.digest_of(which),
-                which,
-                group=run.settings.group,
-            )
+            comm.same_on_all_ranks(f"the checkpoint in {folder}", which, group=run.settings.group)
         return Load(
             folder,
             saved.header,
@@ -701,10 +693,8 @@ class Checkpointing:
         goes_on = None if scheduler is None else wants_scheduler
         groups = self._resumed(header, scheduler, goes_on)
         lines = resumed_groups.take_over(groups, run.optimizer, scheduler)
-        if comm.rank_of(None) == 0:
-            lines += run.products.changes(planned.recipes, header.fast_dtypes)
-            for line in lines:
-                announce(f"ds_layerwise: {line}")
+        for line in (*lines, *run.products.changes(planned.recipes, header.fast_dtypes)):
+            comm.report(line)
         run.scaling.take_over(
             header.loss_scaler,
             is_half="float16" in planned.layout.buffers and "float16" in (header.dtypes or ()),

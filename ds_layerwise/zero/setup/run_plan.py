@@ -18,7 +18,6 @@ from ds_layerwise.config.conditions import NormGroup
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Recipe
-from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import agree_on_parts, check_copies
 from ds_layerwise.plan.forecast.forecast import specs_of
@@ -360,12 +359,12 @@ def _tell_of_nodes(where: Sequence[int]) -> None:
         where: the node of each rank of the world.
     """
     counts = nodes.counts_on_nodes(range(len(where)), where)
-    if len(set(counts)) == 1 or comm.rank_of(None):
+    if len(set(counts)) == 1:
         return
     shown = ", ".join(map(str, counts[:_FEW])) + ", ..." * (len(counts) > _FEW)
-    announce(
-        f"ds_layerwise: nodes have different numbers of ranks ({shown}), so sums are not made "
-        "inside nodes first; start the same number on each node"
+    comm.report(
+        f"nodes have different numbers of ranks ({shown}), so sums are not made inside nodes "
+        "first; start the same number on each node"
     )
 
 
@@ -405,7 +404,6 @@ def _compare(
         )
     for i, group in enumerate(optimizer.built_with):
         described.append(f"param_groups[{i}] with {group}")
-    digest = comm.digest_of([layout.digest(), *described])
     compared = [("the layout", settings.group)]
     if settings.tensor_group is not None:
         # The owners of parts of the same matrices update them in the same order, so that their
@@ -413,4 +411,4 @@ def _compare(
         compared.append(("the layout of tensor-parallel parts", settings.tensor_group))
     for what, group in compared:
         with comm.errors_on_all_ranks():
-            comm.same_on_all_ranks(what, digest, described, group=group)
+            comm.same_on_all_ranks(what, described, group=group, placement=layout.digest())

@@ -31,7 +31,6 @@ from torch import Tensor
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.recipe import Hyper, Site, State, UpdateError
-from ds_layerwise.output import announce
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
@@ -40,7 +39,6 @@ from ds_layerwise.ranks.owned.weight_writes import follow_
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.update import Step, StepObserver
-from ds_layerwise.zero.step_progress import warn
 
 #: The bound of rounding errors. Those of a sum of n summands grow about like the root of n; this
 #: many times that is no rounding error.
@@ -149,7 +147,7 @@ class FirstStep(StepObserver):
         """Tell whether gradients of this step come from something other than backward passes."""
         by_hand = any(comm.gather_objects(self._run.grad_sync.by_hand, group=None))
         if by_hand:
-            warn(
+            comm.warn(
                 "layerwise.verify_first_step waits for the next step: gradients of this one were "
                 "set by hand"
             )
@@ -335,11 +333,10 @@ class FirstStep(StepObserver):
         self.looks = False
         self.forget()
         self._raise_first(different, "the update was made, so continue from a checkpoint")
-        if comm.rank_of(None) == 0:
-            announce(
-                f"ds_layerwise: the first update was verified: {len(self._specs)} parameters are "
-                "as one process makes them"
-            )
+        comm.report(
+            f"the first update was verified: {len(self._specs)} parameters are as one process "
+            "makes them"
+        )
 
     def _difference(self, name: str) -> str | None:
         held = self._gathered(name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.step_agreement import Agreement
 from ds_layerwise.ranks.owned.weight_writes import WholeWeights
@@ -97,12 +96,10 @@ class BeforeUpdate:
         """
         if followed and not self._has_announced:
             self._has_announced = True
-            if comm.rank_of(None) == 0:
-                # Printed, because DeepSpeed's logger shows only warnings by default.
-                announce(
-                    "ds_layerwise: weights were written between two steps; their float32 masters "
-                    "were set to them, optimizer states were not changed"
-                )
+            comm.report(
+                "weights were written between two steps; their float32 masters were set to them, "
+                "optimizer states were not changed"
+            )
         if written:
             self.weights.take_over()
         every = self._run.config.check_writes

@@ -16,7 +16,6 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.update import Step, StepObserver
-from ds_layerwise.zero.step_progress import warn
 
 #: The number of consecutive skipped steps before the first warning. Each later warning takes twice
 #: as many.
@@ -94,7 +93,7 @@ class SkippedSteps(StepObserver):
         )
         self._end_if_too_many(step, lambda: f"{why}; raise the threshold,")
         if self._above.bit_count() == 1:
-            warn(
+            comm.warn(
                 f"step {step} was skipped: {why} ({self._above} such steps in this process, "
                 f"{self._in_a_row} consecutive skipped steps)"
             )
@@ -103,7 +102,9 @@ class SkippedSteps(StepObserver):
         self._end_if_too_many(step, lambda: f"{self._blame()};")
         tens, rest = divmod(self._in_a_row, _FIRST_WARNING)
         if rest == 0 and tens.bit_count() == 1:
-            warn(f"step {step} was skipped {self._in_a_row} consecutive times: {self._blame()}")
+            comm.warn(
+                f"step {step} was skipped {self._in_a_row} consecutive times: {self._blame()}"
+            )
 
     def _end_if_too_many(self, step: int, why: Callable[[], str]) -> None:
         """Raise an error if too many steps were skipped in a row.

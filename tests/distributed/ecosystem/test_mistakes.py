@@ -16,7 +16,6 @@ import ds_layerwise
 from ds_layerwise.engine import final_error
 from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.ranks.comm import comm, object_gather
-from ds_layerwise.zero import step_progress
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 
@@ -161,7 +160,7 @@ class TestInVain(DistributedTest):
     def warned(monkeypatch):
         found = []
         monkeypatch.setattr(logger, "warning", lambda text, *_: found.append(text))
-        step_progress.warn_once.cache_clear()
+        comm.warn_once.cache_clear()
         return found
 
     @pytest.mark.parametrize("own", [True, False])

@@ -168,7 +168,7 @@ class TestObjects(DistributedTest):
         group = groups[2, 0]
         if rank in (2, 0):
             with pytest.raises(LayoutError, match="it differs between ranks: rank 0 has a2, rank 1 has a0"):
-                comm.same_on_all_ranks("it", f"{rank}", [f"a{rank}"], group=group)
+                comm.same_on_all_ranks("it", [f"a{rank}"], group=group)
         with pytest.raises(LayerWiseError if rank else ConfigError, match="rank 0 failed: ConfigError: x|^x$"):
             comm.raise_on_all_ranks(None if rank else ConfigError("x"))
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from ds_layerwise.optimizers.recipe import UpdateError
+from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync import bucket_transfers
-from ds_layerwise.zero.step import clip, first_step
+from ds_layerwise.zero.step import clip
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_pipeline import config as pipeline_config
 from tests.distributed.parallel.test_pipeline import pipeline
@@ -82,7 +83,7 @@ class TestRight(DistributedTest):
     def test_a_right_step_passes_and_is_as_without(self, stage, gas, changes, monkeypatch):
         allow_fp16()
         changes, results, said = dict(changes), [], []
-        monkeypatch.setattr(first_step, "announce", said.append)
+        monkeypatch.setattr(comm, "report", said.append)
         layerwise = changes.pop("layerwise", {})
         for verify in (VERIFY, {}):
             net = Real(odd=True, tied=True)

@@ -73,7 +73,7 @@ class Ranks:
 def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
     ranks = Ranks(monkeypatch, 4)
     found = ranks.run(lambda rank: comm.same_on_all_ranks(
-        "the model", "its" if rank == 2 else "ours", of_rank_2 if rank == 2 else MANY, group=None))
+        "the model", of_rank_2 if rank == 2 else MANY, group=None, placement="its" if rank == 2 else "ours"))
     assert all(isinstance(each, LayoutError) for each in found)
     assert {str(each) for each in found} == {f"the model differs between ranks: {told}; 3 of 4 ranks agree with rank "
                                            "0, but all must"}
@@ -82,8 +82,8 @@ def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
 
 def test_ranks_that_are_alike_send_a_digest(monkeypatch):
     ranks = Ranks(monkeypatch, 3)
-    assert ranks.run(lambda rank: comm.same_on_all_ranks("the model", "ours", MANY, group=None)) == [None] * 3
-    assert ranks.sent == ["ours"] * 3
+    assert ranks.run(lambda rank: comm.same_on_all_ranks("the model", MANY, group=None)) == [None] * 3
+    assert ranks.sent == [comm.digest_of(["", *MANY])] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -24,7 +24,7 @@ pytestmark = rooms("nodes")
 def test_nodes_are_rows_of_ranks_and_several_of_one_host_are_told(places, found, told, rank, monkeypatch, capsys):
     monkeypatch.setattr(comm, "gather_objects", lambda mine, *, group: places)
     monkeypatch.setattr(comm, "rank_of", lambda group: rank)
-    nodes._warn_of_nodes.cache_clear()
+    comm.report_once.cache_clear()
     assert nodes.node_of_each_rank() == found
     said = capsys.readouterr().out
     # Once a process, however many engines it makes.

@@ -125,7 +125,7 @@ def test_an_entry_more_at_the_end_is_of_one_rank_only_whatever_it_is_called(firs
 
     def differ(name, items):
         with pytest.raises(LayoutError, match=f"the model differs between ranks: {told}; 1 of 2 ranks agree with"):
-            comm.same_on_all_ranks("the model", name, items, group=None)
+            comm.same_on_all_ranks("the model", items, group=None)
         right.append(name)
 
     monkeypatch.setattr(comm, "gather_objects", gather)
