@@ -6,10 +6,11 @@ kinds is on a list that tests compare with the code; see :mod:`.engine.contract.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, StepError
 
 
 def patch(target: Any, **ours: Any) -> ExitStack:
@@ -33,3 +34,12 @@ def patch(target: Any, **ours: Any) -> ExitStack:
             undo.callback(own.pop, name)
     own.update(ours)
     return undo
+
+
+def refusing(why: str) -> Callable[..., NoReturn]:
+    """Return a function that takes anything, and raises a :class:`StepError` with that text."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise StepError(why)
+
+    return refuse

@@ -340,7 +340,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         )
     built.write_param_map()
     patches.engines.add(engine)
-    exit_saves.end_at_exit(engine)
+    exit_saves.end_at_exit()
     # Printed, because DeepSpeed's logger shows only warnings by default, and this must not be
     # missed.
     if pipeline.is_pipeline(engine.module):

@@ -22,8 +22,7 @@ from torch import nn
 from ds_layerwise.config.ds_config import at
 from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine.contract.patches import Method
-from ds_layerwise.errors import StepError
-from ds_layerwise.instance_patches import patch
+from ds_layerwise.instance_patches import patch, refusing
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 
@@ -99,13 +98,9 @@ def _refuse(name: str, stage: int) -> Callable[..., NoReturn]:
             "is 3, and initialize() was given neither model_parameters nor an optimizer; give "
             "model_parameters=model.parameters()"
         )
-
-    def refused(*_: object, **__: object) -> NoReturn:
-        raise StepError(
-            f"engine.{name}() of an engine without an optimizer: zero_optimization.stage {why}"
-        )
-
-    return refused
+    return refusing(
+        f"engine.{name}() of an engine without an optimizer: zero_optimization.stage {why}"
+    )
 
 
 WRAPS = {"__init__": _init}

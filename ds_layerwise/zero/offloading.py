@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.instance_patches import refusing
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.host_memory import Parking
 from ds_layerwise.zero.run_state import RunState
@@ -118,11 +119,7 @@ def _storage(tensor: Tensor) -> object:
     return tensor.untyped_storage()._cdata
 
 
-def _refuse(*_: object) -> None:
-    """Raise an error instead of saving a module whose parameters are offloaded: its state would
-    lack them.
-    """
-    raise StepError(
-        "parameters are offloaded, so state_dict() and save_16bit_model() would lack them; call "
-        "engine.reload_states() first"
-    )
+_refuse = refusing(
+    "parameters are offloaded, so state_dict() and save_16bit_model() would lack them; call "
+    "engine.reload_states() first"
+)

@@ -19,7 +19,7 @@ from torch import nn
 from ds_layerwise.errors import StepError
 from ds_layerwise.parallel import folding, pipeline
 from ds_layerwise.process_exit import Attempt
-from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.ranks.sync.step_state import Call
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
@@ -111,7 +111,6 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
             self._hooks += folding.divide_experts(run.params.values(), settings.lanes)
         param_owner.take(run.params.values(), self)
         self._access = StateAccess(run, self.offloading)
-        self._access.attach()
         self._warn_of_zeros()
         # One checkpoint group per parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = self.fp16_groups = [
@@ -275,7 +274,13 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
             self._global_grad_norm = torch.full(
                 (), decision.norm, dtype=torch.float32, device=self._run.device
             )
-        step = Step(self.step_count + 1, decision)
+        step = Step(
+            self.optimizer.groups_now(),
+            self.step_count + 1,
+            decision.factor_of,
+            decision.frozen,
+            decision=decision,
+        )
         for observer in self._observers:
             observer.before_update(step)
         if decision.skipped:
@@ -374,7 +379,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         """Bring everything back before a save or a load. A collective."""
         self.reload_states()
         self.wait_for_params()
-        self._run.follow_cuts()
+        self._run.param_sync.follow_writes()
         self.empty_partition_cache()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -490,7 +495,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
             return
         for hook in hooks:
             hook.remove()
-        self._run.release()
+        group_pool.release(self._run)
         param_owner.release(self._params.values())
         param_owner.unhook(self._engine())
         for param in self._params.values():

@@ -156,14 +156,6 @@ class RunState:
         self.param_sync.fetch()
         shards.take_written()
 
-    def follow_cuts(self, name: str | None = None) -> None:
-        """Let owners have what was written into the cuts of ``name``, None for all, of ZeRO stage 3
-        since the last step. A collective there.
-        """
-        if isinstance(self.param_sync, CutSync):
-            index = None if name is None else [self.planned.layout.bucket_of(name).index]
-            self.param_sync.follow_writes(index)
-
     def _make_owned(self) -> Owned:
         planned = self.planned
         settings = self.settings
@@ -249,7 +241,3 @@ class RunState:
         if piece is not None:
             whole[piece.param_start : piece.param_start + piece.numel].copy_(own(name))
         return comm.sum_over_ranks(whole, group=self.group_of(name))
-
-    def release(self) -> None:
-        """Release the process groups of this run."""
-        group_pool.release(self)

@@ -45,7 +45,8 @@ class StateAccess:
     optimizer at stage 3.
 
     Every method waits for pending collectives of the parameter, and raises an error if its values
-    are offloaded.
+    are offloaded. DeepSpeed's functions find the object: at stage 3 they ask one object for all
+    parameters, at stages 1 and 2 each parameter itself.
     """
 
     def __init__(self, run: RunState, offloading: Offloading) -> None:
@@ -54,13 +55,8 @@ class StateAccess:
         self._owned = run.owned
         self._cuts: Any = run.places
         self._names = {param: name for name, param in run.params.items()}
-
-    def attach(self) -> None:
-        """Let DeepSpeed's functions find this object. At stage 3 they ask one object for all
-        parameters, at stages 1 and 2 each parameter itself.
-        """
-        if self._run.settings.stage == 3:
-            for param in self._run.model.parameters():
+        if run.settings.stage == 3:
+            for param in run.model.parameters():
                 param._z3_optimizer = self  # type: ignore[attr-defined]
             return
         for param in self._names:
@@ -100,7 +96,7 @@ class StateAccess:
         if name is None:
             return None
         if optim_state_key is None:
-            self._run.follow_cuts(name)
+            self._run.param_sync.follow_writes(name)
             return self._whole(name, self._owned.followed)
         key = self._key(name, optim_state_key)
         if key == "step":

@@ -20,8 +20,6 @@ PRIVATE = {
     **{f"torch._foreach_{name}": "one kernel for many tensors" for name in FOREACH},
     "torch._C._current_autograd_node": "tells whether a pass goes on from a tensor",
     "torch._C._current_graph_task_id": "tells whether a backward pass is running",
-    "torch._C._get_fp32_precision_getter": "precision of matmuls by backend",
-    "torch._C._set_fp32_precision_setter": "the same, put back after a step",
     "torch._C._will_engine_execute_node": "tells a call of torch.autograd.grad, which leaves nothing",
     "torch._dynamo.OptimizedModule": "what torch.compile makes of a module",
     "torch._dynamo.utils": "counters that tell whether torch has compiled something",

@@ -10,13 +10,12 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
-from weakref import WeakSet
 
 import deepspeed.comm as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
 from ds_layerwise.engine.checkpoints import saving
+from ds_layerwise.engine.contract import patches
 from ds_layerwise.engine.final_error import has_failed, wait_for
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
@@ -30,15 +29,11 @@ _DECIDED = "ds_layerwise/at_exit/decided"
 #: The decision that all ranks may commit.
 _ALL_THERE = "all are there"
 
-#: All engines. At its end, Python waits for their writer processes unless they are ended.
-_engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
-
-def end_at_exit(engine: DeepSpeedEngine) -> None:
-    """Commit the background saves of ``engine`` and end its writer process at the end of the
-    script.
+def end_at_exit() -> None:
+    """Commit the background saves of all engines at the end of the script, and end their writer
+    processes, for which Python would wait.
     """
-    _engines.add(engine)
     # The last function to be registered is called first, before Python waits for processes.
     atexit.register(_end_at_exit)
     # Processes started by multiprocessing do not run atexit functions. Resources of a writer are
@@ -52,10 +47,10 @@ def _end_at_exit() -> None:
     """
     failed = False
     unfinished = dict(saving.unfinished)
-    engines = list(_engines)
+    engines = list(patches.engines)
     # The exit below calls this function again, and so does Python after Ctrl-C in here.
     saving.unfinished.clear()
-    _engines.clear()
+    patches.engines.clear()
     alone = _alone_at_exit() if unfinished else ""
     for engine, save in unfinished.items():
         with (attempt := Attempt()):

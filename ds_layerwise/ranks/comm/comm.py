@@ -248,14 +248,9 @@ def broadcast(value: Tensor, *, out_of: int, group: Group) -> Any:
     return dist.broadcast(value, ranks_of(group)[out_of], group=group, async_op=True)
 
 
-def send(value: Tensor, *, to: int) -> None:
-    """Send ``value`` to rank ``to`` of the world, which calls :func:`receive`, and wait."""
-    dist.send(value, to)
-
-
-def receive(out: Tensor, *, out_of: int) -> None:
-    """Receive ``out`` from rank ``out_of`` of the world, and wait."""
-    dist.recv(out, out_of)
+#: Sends a tensor to the rank ``dst`` of the world, which receives it from ``src``; both wait.
+send = dist.send
+receive = dist.recv
 
 
 def ranks_of(group: Group) -> list[int]:

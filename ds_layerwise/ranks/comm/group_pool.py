@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,10 +28,6 @@ class _Seat:
     group: weakref.ref[Any]
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
-    @property
-    def is_taken(self) -> bool:
-        return self.group() is None or len(self.users) > 0
-
 
 #: By group, the group and its copies, in the same order on all of its ranks.
 _seats: weakref.WeakKeyDictionary[Any, list[_Seat]] = weakref.WeakKeyDictionary()
@@ -42,7 +37,7 @@ def take(
     groups: comm.Groups,
     user: object,
     device: torch.device,
-    others: Mapping[Any, object] = MappingProxyType({}),
+    others: Mapping[Any, object],
 ) -> comm.Groups:
     """Reserve ``groups``, or copies if they are in use, for the reductions of ``user`` until
     :func:`release`. Return them.
@@ -57,7 +52,7 @@ def take(
     mine = _known(groups, others)
     taken = {}
     for ranks, seats in mine.items():
-        taken[ranks] = [seat.is_taken for seat in seats]
+        taken[ranks] = [seat.group() is None or len(seat.users) > 0 for seat in seats]
     if any(comm.gather_objects(any(map(any, taken.values())), group=None)):
         # One rank may still hold an engine that another rank has dropped.
         for other in comm.gather_objects(taken, group=None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +206,7 @@ def new_shards(
     layout: Layout,
     rank: int,
     device: torch.device,
-    dtype_of: Callable[[Bucket], str] = attrgetter("dtype"),
+    dtype_of: Callable[[Bucket], str],
 ) -> ShardBuffer:
     """Return the shards of ``rank`` in memory of their own, all zeros, for a run in which no rank
     has the memory of a whole bucket. Those of another dtype than their parameters have no padding

@@ -55,7 +55,7 @@ class Parking:
                     continue
                 if storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
-                    pin = pin_memory and tensor.device.type != "cpu"
+                    pin = pin_memory and not tensor.is_cpu
                     away = host_memory(storage.nbytes(), torch.uint8, pin_memory=pin)
                     room[kind].append((storage, away))
         return room
@@ -67,7 +67,7 @@ class Parking:
         for kind, parked in room.items():
             moved = self._parked.setdefault(kind, [])
             for storage, away in parked:
-                away.copy_(_bytes(storage, storage.device))
+                away.copy_(_bytes(storage))
                 moved.append((storage, away))
                 storage.resize_(0)
 
@@ -79,7 +79,7 @@ class Parking:
             while parked:
                 storage, away = parked[-1]
                 storage.resize_(away.numel())
-                _bytes(storage, storage.device).copy_(away)
+                _bytes(storage).copy_(away)
                 parked.pop()
             del self._parked[kind]
 
@@ -114,8 +114,8 @@ def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
         ) from error
 
 
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    memory = torch.empty(0, dtype=torch.uint8, device=device)
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return memory.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
@@ -163,8 +163,9 @@ class HostMemory:
         """Copy ``tensors`` of bucket ``index`` to the host, and return the copies under the same
         keys. The copies are permanent and have the same shapes and dtypes.
 
-        They are in descending order of :func:`_steps`, so each starts at a multiple of its step, as
-        it would in memory of its own. On a CPU, the start changes the last bits of a product.
+        They are in descending order of the largest powers of two, up to a cache line, that divide
+        their bytes. So each starts at a multiple of that power, as it would in memory of its own:
+        on a CPU, the start changes the last bits of a product.
 
         Raises:
             LayerWiseError: the host lacks the memory.
@@ -173,7 +174,7 @@ class HostMemory:
         memory = host_memory(words, torch.float32, pin_memory=self._pin)
         views = {}
         start = 0
-        for key in sorted(tensors, key=lambda key: -_steps(tensors[key])):
+        for key in sorted(tensors, key=lambda key: -math.gcd(tensors[key].nbytes, 64)):
             views[key] = _view(memory, start, tensors[key]).copy_(tensors[key])
             start += tensors[key].nbytes
         views = {key: views[key] for key in tensors}
@@ -249,11 +250,6 @@ def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """Return the part of ``memory`` from byte ``start`` on, in the shape and dtype of ``like``."""
     part = memory.view(torch.uint8)[start : start + like.nbytes]
     return part.view(like.dtype).view(like.shape)
-
-
-def _steps(tensor: Tensor) -> int:
-    """Return the largest power of two, up to a cache line, that divides the bytes of a tensor."""
-    return math.gcd(tensor.nbytes, 64)
 
 
 class _Slot(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -74,27 +75,27 @@ class OwnedSettings:
         return Site(self.fast_dtypes, (route.tp_axis, self.peers.with_lengths(route.tp_lengths)))
 
 
-def unwatched(
-    rule: str, names: Sequence[str], params: Sequence[Tensor], states: Sequence[State]
-) -> AbstractContextManager[None]:
-    """Enclose a call of a rule in nothing."""
+def unwatched(*_: object) -> AbstractContextManager[None]:
+    """Enclose a call of a rule in nothing. The call is given by the rule's name, and the names,
+    masters and states of what it updates, which are as many.
+    """
     return nullcontext()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OneUpdate:
     """The settings of one update of all buckets, as all ranks have decided them."""
 
     groups: ParamGroups
-    step: int
-    """The number of this update in the run."""
+    number: int
+    """The number of this update in the run. A skipped step is tried again under the same number."""
     factor_of: Callable[[str], float]
     """Returns the factor of a parameter's averaged gradient."""
-    scaled: Mapping[str, Factors]
-    """The factors by which masters are multiplied after their update, by parameter."""
     leave_out: frozenset[str]
     """The parameters that do not change."""
-    around: Callable[..., AbstractContextManager[None]]
+    scaled: dict[str, Factors] = field(default_factory=dict)
+    """The factors by which masters are multiplied after their update, by parameter."""
+    around: Callable[..., AbstractContextManager[None]] = unwatched
     """Encloses each call of a rule; see :func:`unwatched`."""
 
     def hyper(self, route: Route) -> Hyper:
@@ -213,20 +214,17 @@ class Owned:
         for piece in self.pieces[index]:
             start = 0
             if apart:
-                found.append(self._own_masters(index, self._values.piece(piece.name)))
+                found.append(self._masters_of(index, self._values.piece(piece.name)))
             else:
                 start = piece.start - self.layout.buckets[index].shard(self.rank)[0]
             self._master_of[piece.name] = (found[-1], slice(start, start + piece.numel))
         return found
 
-    def _masters_of(self, index: int, shard: Tensor) -> Masters:
-        if shard.dtype == torch.float32:
-            return Masters(shard, shard.detach())
-        if shard.dtype == torch.bfloat16 and self._settings.master_dtype == "bfloat16+remainder":
-            return SplitMasters(shard, self.written)
-        return self._own_masters(index, shard)
-
-    def _own_masters(self, index: int, values: Tensor) -> OwnMasters:
+    def _masters_of(self, index: int, values: Tensor) -> Masters:
+        if values.dtype == torch.float32:
+            return Masters(values, values.detach())
+        if values.dtype == torch.bfloat16 and self._settings.master_dtype == "bfloat16+remainder":
+            return SplitMasters(values, self.written)
         return OwnMasters(values, self.written, in_mxfp8=self.layout.buckets[index].in_mxfp8)
 
     def _init_states(self, piece: Piece) -> None:
@@ -313,7 +311,7 @@ class Owned:
                 factors = turn.scaled[piece.name]
                 factors.scale_(self._opened_master(piece.name), piece.param_start)
         for form in self._opening[index]:
-            form.close(turn.step)
+            form.close(turn.number)
             form.forget()
         self.host.send_back(index)
 
@@ -332,7 +330,7 @@ class Owned:
             gradient = self.reduced.piece(piece.name)
             factor = turn.factor_of(piece.name)
             if numbers is not None:
-                multiply_([gradient], numbers.register(partial(_factor_of, name=piece.name)))
+                multiply_([gradient], numbers.register(methodcaller("factor_of", piece.name)))
             elif factor != 1:
                 together.setdefault(factor, []).append(gradient)
         for factor, gradients in together.items():
@@ -551,7 +549,3 @@ class Owned:
             start = self._first_state(name)
             for key in states:
                 self.set_value(name, key, start[key])
-
-
-def _factor_of(turn: OneUpdate, name: str) -> float:
-    return turn.factor_of(name)

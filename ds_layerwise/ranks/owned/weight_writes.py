@@ -84,7 +84,7 @@ def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, T
 
 def _is_host(masters: Tensor) -> bool:
     """Tell whether reading a number of ``masters`` costs nothing."""
-    return masters.device.type == "cpu"
+    return masters.is_cpu
 
 
 def _rounds_elsewhere(master: Tensor, value: Tensor, in_mxfp8: bool) -> Tensor:

@@ -108,7 +108,10 @@ class Wire:
             turn: memory for data in transit, reserved until the result has been waited for.
         """
         if self.size == 1:
-            sent = _rounded(turn, memory, wire_dtype)
+            sent = memory
+            # Rounded as it would be among more ranks.
+            if torch.promote_types(memory.dtype, wire_dtype) != wire_dtype:
+                sent = turn.cast("sent", memory, wire_dtype)
             return Pending(finish=lambda: _add_up([sent], out, divide_by))
         if self.native or self.inside is not None:
             room = room_in(wire_dtype, self.size)
@@ -249,7 +252,7 @@ def make_wires(
         where: the node of each rank of the world; see :func:`.ranks.comm.nodes.node_of_each_rank`.
     """
     on_host = device.type == "cpu"
-    levels = nodes.make_levels(groups, where, wants=not native)
+    levels = {} if native else nodes.make_levels(groups, where)
     if on_host:
         nodes.send_both_ways([*groups.values(), *(across for _, across in levels.values())], where)
     wires = {}
@@ -286,7 +289,7 @@ def _spare(turn: Turn, out: Tensor, num_sums: int) -> Tensor:
     """Return memory for so many partial sums as long as ``out``, which :func:`average` makes on a
     device.
     """
-    if out.device.type == "cpu":
+    if out.is_cpu:
         num_sums = 0
     return turn.empty("partial sums", num_sums * out.numel(), torch.float32)
 
@@ -302,19 +305,12 @@ def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor) -> None:
         spare: on a device, 1-D float32 memory for :func:`~.plan.layout.transport.partial_sums` of
             that number of rows.
     """
-    if rows.shape[0] == 1 or out.device.type == "cpu":
+    if rows.shape[0] == 1 or out.is_cpu:
         _add_up(rows.unbind(), out, divide_by)
         return
     _add_up_at_once(rows, out, spare)
     if divide_by != 1:
         out.div_(divide_by)
-
-
-def _rounded(turn: Turn, memory: Tensor, wire_dtype: torch.dtype) -> Tensor:
-    """Return ``memory`` of a single rank, rounded as it would be among more ranks."""
-    if torch.promote_types(memory.dtype, wire_dtype) == wire_dtype:
-        return memory
-    return turn.cast("sent", memory, wire_dtype)
 
 
 def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor) -> None:

@@ -99,14 +99,14 @@ class CutSync:
         if indices is None:
             self._all_cuts.take_note()
 
-    def follow_writes(self, indices: Collection[int] | None) -> None:
-        """Let owners have what somebody has written into the cuts of the buckets ``indices``, None
-        for all, since they were sent. Every rank must call this at the same point.
+    def follow_writes(self, name: str | None = None) -> None:
+        """Let owners have what somebody has written into the cuts of ``name``, None for all, since
+        they were sent. Every rank must call this at the same point.
         """
-        if indices is not None:
-            # To send a few is cheaper than to look for writes.
+        if name is not None:
+            # To send a bucket is cheaper than to look for writes.
             self._all_cuts.follow_persistent()
-            self.fetch(indices)
+            self.fetch([self._values.layout.bucket_of(name).index])
             self._values.settle()
         elif comm.sum_over_ranks(self.written().float(), group=self._group):
             self.take_over()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from deepspeed.runtime.torch_autocast import get_comm_dtype
@@ -18,8 +18,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from ds_layerwise.errors import ConfigError, StepError, few
-from ds_layerwise.instance_patches import patch
+from ds_layerwise.errors import ConfigError, few
+from ds_layerwise.instance_patches import patch, refusing
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
@@ -385,5 +385,4 @@ class ParamCuts:
         return None
 
 
-def _refuse_to_fetch(*_: Any, **__: Any) -> NoReturn:
-    raise StepError("parameters are offloaded; call engine.reload_states() first")
+_refuse_to_fetch = refusing("parameters are offloaded; call engine.reload_states() first")

@@ -230,8 +230,10 @@ class ParamSync:
         if not self._modes:
             self.finish()
 
-    def fetch(self) -> None:
+    def fetch(self, *_: object) -> None:
         """Do nothing: shards are the memory of the parameters."""
+
+    follow_writes = fetch
 
     def remove_hooks(self) -> None:
         """Undo :meth:`overlap_with_forward`."""

@@ -21,15 +21,10 @@ from ds_layerwise.checkpoint.plain_values import check_kind, like, plain
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.config.sections import HYPER_KEYS, OnHyperChange
 from ds_layerwise.zero.setup.client_groups import ABOUT_GROUPS
-from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import OF_SCHEDULERS, LayerWiseOptimizer
 
 #: The keys that name and route the parameters of this run's groups.
 _OF_THIS_RUN = frozenset((*ABOUT_GROUPS, "use_muon"))
-
-#: The keys of a group that belong to a scheduler.
-_OF_SCHEDULERS = frozenset(
-    ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-)
 
 _KEY = "layerwise.on_hyper_change"
 
@@ -87,7 +82,7 @@ def resumed(
     """
     stays = {*_OF_THIS_RUN, *optimizer.fixed_keys}
     if goes_on is False:
-        stays |= _OF_SCHEDULERS
+        stays |= {"lr", *OF_SCHEDULERS}
     takes_lr = goes_on is False or goes_on and _is_deepspeeds(scheduler)
     groups = []
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)

@@ -230,8 +230,7 @@ def save_one_file(
                 write(path, layout, chain(brought, [beside]))
         # If rank 0 cannot write, it still receives what the other ranks send.
         deque(brought, maxlen=0)
-        if attempt.error is not None:
-            raise attempt.error
+        attempt.raise_original()
 
 
 def _bring(
@@ -251,8 +250,8 @@ def _bring(
                 if rank == 0:
                     yield held.reshape(-1)
                 else:
-                    comm.send(held.reshape(-1).to(device).contiguous(), to=0)
+                    comm.send(held.reshape(-1).to(device).contiguous(), dst=0)
             elif rank == 0:
                 received = torch.empty(part.numel, dtype=part.dtype, device=device)
-                comm.receive(received, out_of=part.rank)
+                comm.receive(received, src=part.rank)
                 yield received

@@ -24,14 +24,14 @@ from torch.optim import SGD, Optimizer
 
 from ds_layerwise.checkpoint.plain_values import plain as saved
 from ds_layerwise.config.sections import OptimizerConfig
-from ds_layerwise.errors import ConfigError, StepError, few
-from ds_layerwise.instance_patches import patch
+from ds_layerwise.errors import ConfigError, few
+from ds_layerwise.instance_patches import patch, refusing
 from ds_layerwise.optimizers import any_torch
 from ds_layerwise.optimizers.any_torch import SPLIT, ClientTorch, UnitOfClass, set_rate
 from ds_layerwise.optimizers.fields import check, normalised, plain
 from ds_layerwise.optimizers.recipe import State
 from ds_layerwise.routing.routes import Routes
-from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import OF_SCHEDULERS, LayerWiseOptimizer
 from ds_layerwise.zero.setup.rate_checks import check_floors
 
 #: The keys of a group that concern the group as a whole, and not an optimizer of one of its
@@ -41,8 +41,6 @@ ABOUT_GROUPS = ("params", "param_names", SPLIT)
 #: The keys that a scheduler or a script changes, and that overrides replace.
 _MOVED = ("lr", "weight_decay")
 
-#: The keys that schedulers of torch store in a group.
-_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
 #: The attributes that copies of an object share with it.
 _SHARED = (type(None), bool, int, float, str, Enum, FunctionType, torch.dtype)
@@ -140,15 +138,12 @@ class ClientOptimizer(LayerWiseOptimizer):
 
     def _bind(self) -> None:
         """Replace the methods of the object, so that it does nothing by itself."""
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise StepError(
-                f"an engine trains with this {_path_of(self.client)}, and each rank has the states "
-                "of some of its parameters; call engine.step(), save with "
-                "engine.save_checkpoint(), or whole states in one file with "
-                "engine.optimizer.save_state_dict_to_file(), load with engine.load_checkpoint(), "
-                "and add groups before initialize()"
-            )
+        refuse = refusing(
+            f"an engine trains with this {_path_of(self.client)}, and each rank has the states of "
+            "some of its parameters; call engine.step(), save with engine.save_checkpoint(), or "
+            "whole states in one file with engine.optimizer.save_state_dict_to_file(), load with "
+            "engine.load_checkpoint(), and add groups before initialize()"
+        )
 
         def step(*_: Any, **__: Any) -> None:
             if not self._stepping:
@@ -246,7 +241,7 @@ def _recipes_of(client: Optimizer, split: UnitOfClass) -> tuple[ClientTorch, ...
         for key, value in values.items():
             # Otherwise the first save would find it.
             text = str(normalised(saved(value, f"{where}.{key}")))
-            if key not in (*_MOVED, *_OF_SCHEDULERS):
+            if key not in (*_MOVED, *OF_SCHEDULERS):
                 texts[key] = text
         for key in _MOVED:
             value = plain(values.get(key, 0.0))

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
-#: The backends whose float32 products may run in a shorter dtype.
-_BACKENDS = ("cuda", "mkldnn")
+#: The products of backends whose float32 products may run in a shorter dtype.
+_MATMULS: tuple[Any, ...] = (
+    torch.backends.cuda.matmul,
+    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+)
 
 #: The switches of ``torch.backends.cuda.matmul`` that allow half-precision sums in half-precision
 #: products.
@@ -53,35 +57,26 @@ def _exact_float32() -> Iterator[None]:
     # If a setting was made through the newer interface, this getter raises.
     with suppress(RuntimeError):
         overall = torch.get_float32_matmul_precision()
-    by_backend = {}
-    for backend in _BACKENDS:
-        by_backend[backend] = _precision(backend)
+    before = {}
+    for matmul in _MATMULS:
+        before[matmul] = matmul.fp32_precision
     if overall not in (None, "highest"):
         torch.set_float32_matmul_precision("highest")
-    for backend, precision in by_backend.items():
+    for matmul, precision in before.items():
         if precision not in ("none", "ieee"):
-            _set(backend, "ieee")
+            matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
         if overall not in (None, "highest"):
             torch.set_float32_matmul_precision(overall)
-        for backend, precision in by_backend.items():
+        for matmul, precision in before.items():
             if precision not in ("none", "ieee"):
                 # Unset first: an unset backend follows the setting for all of its operations, which
                 # may be where the precision came from.
-                _set(backend, "none")
-            if _precision(backend) != precision:
-                _set(backend, precision)
-
-
-def _precision(backend: str) -> str:
-    precision: str = torch._C._get_fp32_precision_getter(backend, "matmul")
-    return precision
-
-
-def _set(backend: str, precision: str) -> None:
-    torch._C._set_fp32_precision_setter(backend, "matmul", precision)
+                matmul.fp32_precision = "none"
+            if matmul.fp32_precision != precision:
+                matmul.fp32_precision = precision
 
 
 @contextmanager

@@ -9,7 +9,7 @@ because the rates are stored as factors of ``lr``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError, nearest
+from ds_layerwise.instance_patches import refusing
 from ds_layerwise.optimizers.fields import check, merged_keys, normalised
 from ds_layerwise.optimizers.recipe import Recipe, State
 from ds_layerwise.optimizers.registry import recipes_of_settings
@@ -47,8 +48,8 @@ _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "fp32_optimizer_states": (True,),
 }
 
-#: The keys that torch's schedulers store in a group and that resemble other keys.
-_OF_SCHEDULERS = ("base_momentum", "max_momentum")
+#: The keys that schedulers of torch store in a group.
+OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 #: The keys that overrides set for parameters by name, except those that schedulers store in a
 #: group.
@@ -63,20 +64,15 @@ _SAID_BY_OVERRIDES = frozenset((*merged_keys(recipes_of_settings()), *Override.c
 _ROUNDED = 1e-9
 
 
-def refuse_states(*_: object, **__: object) -> NoReturn:
-    """Raise an error: an engine's optimizer loads no dict of states, and is neither copied nor
-    pickled. Each rank has only the states of some parameters, in memory that the engine updates.
-
-    Raises:
-        StepError: always.
-    """
-    raise StepError(
-        "an engine's optimizer accepts no states from load_state_dict(), and cannot be copied or "
-        "pickled, because each rank has only those of some parameters; load with "
-        "engine.load_checkpoint(), or whole states from one file with "
-        "engine.optimizer.load_state_dict_from_file(), as "
-        "engine.optimizer.save_state_dict_to_file() writes it"
-    )
+#: An engine's optimizer loads no dict of states, and is neither copied nor pickled: each rank has
+#: only the states of some parameters, in memory that the engine updates.
+refuse_states = refusing(
+    "an engine's optimizer accepts no states from load_state_dict(), and cannot be copied or "
+    "pickled, because each rank has only those of some parameters; load with "
+    "engine.load_checkpoint(), or whole states from one file with "
+    "engine.optimizer.load_state_dict_from_file(), as "
+    "engine.optimizer.save_state_dict_to_file() writes it"
+)
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
@@ -364,7 +360,7 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
             checked[key] = check_hyper(f"{where}.{key}", key, group[key])
         elif key in _OF_OTHER_OPTIMIZERS or key in _of_no_group(config):
             _require_as_the_run(where, key, group[key], config)
-        elif key not in _OF_SCHEDULERS and (
+        elif key not in OF_SCHEDULERS and (
             close := nearest(key, GROUP_KEYS, cutoff=0.8)
             or nearest(key, config.for_the_run(), cutoff=0.85)
         ):

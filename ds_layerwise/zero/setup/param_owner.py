@@ -5,12 +5,12 @@ model.
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_layerwise.errors import StepError
+from ds_layerwise.instance_patches import refusing
 
 #: The optimizer that takes the gradients of a parameter, by parameter. A second optimizer on the
 #: same parameter would never see any.
@@ -80,8 +80,7 @@ def unhook(engine: Any) -> None:
             handle.remove()
 
 
-def _refuse(*_: object, **__: object) -> NoReturn:
-    raise StepError(
-        "another engine was made for parameters of this one, and trains them since; use that "
-        "engine, or make a new one of this model by deepspeed.initialize()"
-    )
+_refuse = refusing(
+    "another engine was made for parameters of this one, and trains them since; use that engine, "
+    "or make a new one of this model by deepspeed.initialize()"
+)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.recipe import Hyper, Site, State, UpdateError
+from ds_layerwise.optimizers.recipe import Site, State, UpdateError
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
@@ -88,10 +88,6 @@ class FirstStep(StepObserver):
         self._owned = run.owned
         self._specs = run.planned.specs
         self._routes = run.planned.routes
-        self._states = {}
-        """The states of whole parameters, by name."""
-        for spec in self._specs:
-            self._states[spec.name] = self._routes[spec.name].states(spec.numel)
         self._site = Site(run.products.dtypes)
         self.restart()
 
@@ -249,8 +245,7 @@ class FirstStep(StepObserver):
                 # The other ranks go on to the next parameter.
                 with failed:
                     self._compute(name, grad, held, weights, step)
-        with comm.errors_on_all_ranks():
-            failed.raise_original()
+        comm.raise_on_all_ranks(failed.error)
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
         return dict(zip(keys, sums, strict=True))
 
@@ -274,25 +269,28 @@ class FirstStep(StepObserver):
         if name not in decision.frozen:
             grad.mul_(decision.factor_of(name))
             try:
-                self._update_plainly(name, masters, grad, states)
+                self._update_plainly(name, masters, grad, states, step)
             except UpdateError as error:
                 raise StepError(f"{name}: {error}") from error
         if name in step.scaled:
             step.scaled[name].scale_(masters, 0)
+        specs = self._routes[name].states(1)
         # A state stored in fewer bits was rounded since.
         self._expected[name] = {
             key: (value, self._most(name, key, before[key], value))
             for key, value in held.items()
-            if key == MASTER or self._states[name][key].kept_as is None
+            if key == MASTER or specs[key].kept_as is None
         }
 
-    def _update_plainly(self, name: str, master: Tensor, grad: Tensor, state: State) -> None:
+    def _update_plainly(
+        self, name: str, master: Tensor, grad: Tensor, state: State, step: Step
+    ) -> None:
         """Update ``master``, 1-D, and ``state`` of a whole parameter in place with ``grad``, which
         is only read.
         """
         route = self._routes[name]
         shape = route.matrix_shape or master.shape
-        hyper = Hyper(**route.hyper(self._run.optimizer.groups_now()[route.group]))
+        hyper = step.hyper(route)
         for seen in route.views(master.view(shape), grad.view(shape), state):
             copy = seen.copy()
             route.recipe.update_([copy.param], [copy.grad], [copy.state], hyper, self._site)
@@ -363,9 +361,10 @@ class FirstStep(StepObserver):
         run = self._run
         piece = run.pieces.get(name)
         route = self._routes[name]
-        like_it = route.matrix_shape or (math.prod(run.shapes[name]),)
+        numel = math.prod(run.shapes[name])
+        like_it = route.matrix_shape or (numel,)
         held = {}
-        for key, state in self._states[name].items():
+        for key, state in route.states(numel).items():
             if not route.whole and state.shape == like_it:
                 held[key] = run.whole(name, partial(self._owned.value, key=key))
                 continue

@@ -7,8 +7,8 @@ The path of a gradient and the update have a list of observers, and know none of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,25 +16,18 @@ from torch import Tensor
 
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm.profiling import profiled
-from ds_layerwise.ranks.owned.owned import OneUpdate, unwatched
-from ds_layerwise.ranks.owned.row_scaling import Factors
+from ds_layerwise.ranks.owned.owned import OneUpdate
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
 
 
-@dataclass(eq=False)
-class Step:
+@dataclass(eq=False, kw_only=True)
+class Step(OneUpdate):
     """A step that all ranks have decided on. Observers read it and add to it."""
 
-    number: int
-    """The number of its update. A skipped step is tried again under the same number."""
     decision: Decision
-    scaled: dict[str, Factors] = field(default_factory=dict)
-    """The factors by which parameters are multiplied after their update, by name."""
     values: dict[str, float] = field(default_factory=dict)
     """The values reported for this step, the same on every rank."""
-    around: Callable[..., AbstractContextManager[None]] = unwatched
-    """Encloses each call of a rule in the update; see :func:`.owned.unwatched`."""
     failed: bool = False
     """True if an exception has ended the update on this rank."""
 
@@ -87,20 +80,12 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
             everything that they wait for.
     """
     timers = run.settings.timers
-    turn = OneUpdate(
-        run.optimizer.groups_now(),
-        step.number,
-        step.decision.factor_of,
-        step.scaled,
-        step.decision.frozen,
-        step.around,
-    )
     left = list(range(len(run.owned.pieces)))
     with timed(timers, "optimizer_step"), run.interrupted.at(step.number), run.owned.updating():
         # Start with the last bucket, whose parameters the forward pass needs first.
         while left:
             with profiled("update"):
-                run.owned.update(left[-1], turn)
+                run.owned.update(left[-1], step)
             run.param_sync.launch(left[-1])
             left.pop()
         run.optimizer.mark_step()

@@ -66,8 +66,8 @@ def update(optimizer, mine, number, *, leave_out=frozenset(), around=unwatched, 
     """The update ``number`` with gradients of its own."""
     for group in optimizer.param_groups:
         group.update(settings)
-    turn = OneUpdate(optimizer.groups_now(), number, lambda name: factor * (1 + ("norm" in name)), {}, leave_out,
-                     around)
+    turn = OneUpdate(optimizer.groups_now(), number, lambda name: factor * (1 + ("norm" in name)), leave_out,
+                     around=around)
     torch.manual_seed(number)
     for index in range(len(mine.pieces)):
         mine.reduced.allocate(index).copy_(torch.randn(mine.reduced.tensors[index].shape, device=CPU,

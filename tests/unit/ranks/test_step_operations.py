@@ -22,7 +22,7 @@ from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned.captured import Numbers
-from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings, unwatched
+from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.clip import Decision
@@ -88,7 +88,7 @@ def owned(dtype, accumulation, device=META, **params):
 
 def update_of(optimizer):
     """The first update of a run, after which nothing changes masters."""
-    return OneUpdate(optimizer.param_groups, 1, DECISION.factor_of, {}, frozenset(), unwatched)
+    return OneUpdate(optimizer.param_groups, 1, DECISION.factor_of, frozenset())
 
 
 @pytest.mark.parametrize("wide", [True, False])

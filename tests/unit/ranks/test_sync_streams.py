@@ -299,7 +299,7 @@ def test_cuts_are_fetched_after_updates_have_written_them(machine, follows):
     layout = a_layout_of_cuts(SHAPES, 60)
     with machine, torch.no_grad():
         computing, fetching = machine.current, machine.Stream()
-        values = new_shards(layout, 1, torch.device("cpu"))
+        values = new_shards(layout, 1, torch.device("cpu"), lambda bucket: bucket.dtype)
         cuts = Cuts(layout, fetching)
         if not follows:
             cuts.take_note = cuts.release
