@@ -11,17 +11,18 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
 from ds_layerwise.zero.setup.loss_scaling import LossScaling
-from ds_layerwise.zero.setup.param_groups import refuse_states
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer, refuse_states
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     """Loss scaling, the boundary protocol, and the aliases that the engine, Accelerate and
     schedulers use.
 
-    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups.
+    Subclasses set ``optimizer``, which has the user's parameter groups, and ``scaling``.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer: LayerWiseOptimizer
+    scaling: LossScaling
     custom_loss_scaler = False
     external_loss_scale = None
     torch_autocast_gradscaler = None
@@ -37,10 +38,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
                 if callable(method) and not name.startswith("_"):
                     method = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
                     setattr(kind, name, method)
-
-    def __init__(self, scaling: LossScaling) -> None:
-        super().__init__()
-        self.scaling = scaling
 
     # --- attributes for users and schedulers
 

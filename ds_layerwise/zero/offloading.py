@@ -108,15 +108,13 @@ class Offloading:
             kind.hp_params: masters,
             kind.optim_states: [*filter(Tensor.dim, owned.stored)],
         }
-        first: dict[object, object] = {_storage(tensor): None for tensor in owned.host.tensors}
+        first: dict[int, object] = {t.untyped_storage()._cdata: None for t in owned.host.tensors}
         memory = {}
         for key, candidates in tensors.items():
-            memory[key] = [t for t in candidates if first.setdefault(_storage(t), key) is key]
+            memory[key] = [
+                t for t in candidates if first.setdefault(t.untyped_storage()._cdata, key) is key
+            ]
         return memory
-
-
-def _storage(tensor: Tensor) -> object:
-    return tensor.untyped_storage()._cdata
 
 
 _refuse = refusing(

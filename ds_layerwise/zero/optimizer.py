@@ -59,7 +59,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         settings: Settings,
         engine: Any,
     ) -> None:
-        super().__init__(settings.scaling)
+        super().__init__()
+        self.scaling = settings.scaling
         self.optimizer = optimizer
         self.config = settings.layerwise
         self.settings = settings

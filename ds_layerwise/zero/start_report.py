@@ -23,7 +23,6 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.routes import idle_keys
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.attention_logits import AttentionLogits
 from ds_layerwise.zero.step.metrics import Reports
 
@@ -35,7 +34,6 @@ class ReportingOptimizer(EngineOptimizer):
     Subclasses set the attributes that have no value here.
     """
 
-    optimizer: LayerWiseOptimizer
     """The rules and the user's groups, as schedulers see them."""
     attention: AttentionLogits
     reports: Reports

@@ -88,7 +88,7 @@ class Progress:
         if name != self._first_name or self.state.updates:
             return
         self._passes_at_start += 1
-        if engine is None or not is_managed(engine) or engine.micro_steps:
+        if engine is None or not engine.managed_gradient_accumulation() or engine.micro_steps:
             return
         if self._passes_at_start == _PASSES_IN_VAIN * engine.gradient_accumulation_steps():
             comm.warn_once(
@@ -152,7 +152,10 @@ class Progress:
         if self.passes or self.unended or self.outside or engine._running_engine_backward:
             return True
         # If the script itself marks the end of a step, the engine's count does not matter.
-        counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None
+        counts = (
+            engine.managed_gradient_accumulation()
+            and engine._is_gradient_accumulation_boundary is None
+        )
         some_counted = engine.micro_steps % engine.gradient_accumulation_steps()
         return bool(counts and some_counted) or self.state.gradients is not Gradients.NONE
 
@@ -170,14 +173,9 @@ class Progress:
         """Return the number of the first micro-batch of the current step."""
         engine = self._engine()
         first = int(engine.micro_steps)
-        if is_managed(engine):
+        if engine.managed_gradient_accumulation():
             first -= first % engine.gradient_accumulation_steps()
         return first
-
-
-def is_managed(engine: Any) -> bool:
-    """Tell whether the engine decides where a step ends."""
-    return bool(engine.managed_gradient_accumulation())
 
 
 class Interrupted(Attempt):

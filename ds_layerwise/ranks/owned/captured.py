@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,6 @@ from ds_layerwise.errors import ConfigError
 _AT_A_TIME = 256
 
 
-class Graph(Protocol):
-    """A graph of the device."""
-
-    def capture(self) -> AbstractContextManager[object]:
-        """Enclose the operations to keep, which are not run."""
-
-    def replay(self) -> None:
-        """Run the operations. The host does not wait."""
-
-
 class CudaGraph:
     """A graph of CUDA.
 
@@ -37,23 +27,25 @@ class CudaGraph:
         beside: a graph that is always replayed before this one, so that both work in one memory.
     """
 
-    def __init__(self, beside: Graph | None) -> None:
+    def __init__(self, beside: CudaGraph | None) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = torch.cuda.graph_pool_handle()
-        if isinstance(beside, CudaGraph):
+        if beside is not None:
             self._pool = beside._pool
 
     def capture(self) -> AbstractContextManager[object]:
-        """See :meth:`Graph.capture`. Other threads, as NCCL has, may use the device meanwhile."""
+        """Enclose the operations to keep, which are not run. Other threads, as NCCL has, may use
+        the device meanwhile.
+        """
         return torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local")
 
     def replay(self) -> None:
-        """See :meth:`Graph.replay`."""
+        """Run the operations. The host does not wait."""
         self._graph.replay()
 
 
 #: Makes a graph of a device, to be replayed after another one; None for the first.
-NewGraph = Callable[[Graph | None], Graph]
+NewGraph = Callable[[CudaGraph | None], CudaGraph]
 
 
 def graphs_of(device: torch.device) -> NewGraph:
@@ -109,7 +101,7 @@ class Captured:
         self._new_graph = new_graph
         self._key: Hashable = None
         self._is_captured = False
-        self._graphs: dict[int, tuple[Graph, Numbers]] = {}
+        self._graphs: dict[int, tuple[CudaGraph, Numbers]] = {}
 
     def begin(self, key: Hashable) -> None:
         """Begin an update of all buckets.

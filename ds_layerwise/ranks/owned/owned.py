@@ -22,7 +22,7 @@ from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.owned.captured import Captured, NewGraph, Numbers
+from ds_layerwise.ranks.owned.captured import Captured, CudaGraph, NewGraph, Numbers
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
@@ -170,10 +170,8 @@ class Owned:
             tp_size=1 if settings.peers is None else settings.peers.size,
             most=max_batch_numel(self.device),
         )
-        self._captured: Captured | None = None
-        if settings.new_graph is not None:
-            self._captured = Captured(self.device, settings.new_graph)
-            self.reduced.stays = True
+        self._captured = Captured(self.device, settings.new_graph or CudaGraph)
+        self.reduced.stays = settings.new_graph is not None
 
     # --- the initial masters and states
 
@@ -235,8 +233,12 @@ class Owned:
         for key, value in self._first_state(name).items():
             chance = None
             if self._routes[name].recipe.rounds_by_chance:
-                seed = self._settings.rounding_seed
-                chance = Chance(seed, self.saved_as[name], key, self._first_saved(piece))
+                chance = Chance(
+                    self._settings.rounding_seed,
+                    self.saved_as[name],
+                    key,
+                    self._first_saved(piece),
+                )
             self._forms[name][key] = form_of(specs[key], value, chance)
 
     def _state_specs(self, name: str) -> Mapping[str, StateSpec]:
@@ -275,18 +277,15 @@ class Owned:
         Raises:
             StepError: a rule cannot update a parameter; names the parameter. Others are updated.
         """
-        if self._captured is None:
-            self._update(index, turn, None)
-            return
         if index == len(self.pieces) - 1:
             self._captured.begin(self._captured_for(turn))
         self._captured.run(index, turn, partial(self._update, index))
 
     def _captured_for(self, turn: OneUpdate) -> Hashable:
-        """Return all that a captured update depends on, beside its numbers; None if something wants
-        to see this one.
+        """Return all that a captured update depends on, beside its numbers; None if none is
+        captured, or something wants to see this one.
         """
-        if turn.scaled or turn.around is not unwatched:
+        if turn.scaled or turn.around is not unwatched or not self.reduced.stays:
             return None
         memory = [*self._values.tensors, *self.reduced.tensors, *self.stored]
         for masters in self.masters:

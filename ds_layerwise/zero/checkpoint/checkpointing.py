@@ -595,8 +595,9 @@ class Checkpointing:
 
         def open_it() -> list[ShardedCheckpoint]:
             names = pipeline.names_of_all_stages(run.model, self._rules, None)
-            rename = run.config.rename
-            return [ShardedCheckpoint(checkpoint, self._rules, names=names, rename=rename)]
+            return [
+                ShardedCheckpoint(checkpoint, self._rules, names=names, rename=run.config.rename)
+            ]
 
         self._load_whole(Path(str(checkpoint)), open_it, sharded=True, **options)
 
@@ -680,8 +681,9 @@ class Checkpointing:
             if route.lr is None or run.optimizer.recipes_by_group:
                 group_of[name] = route.group
         otherwise = resumed_groups.otherwise_trained(self._rules, header.rules, group_of)
-        wins = run.config.on_hyper_change
-        return resumed_groups.resumed(run.optimizer, header, wins, otherwise, *schedule)
+        return resumed_groups.resumed(
+            run.optimizer, header, run.config.on_hyper_change, otherwise, *schedule
+        )
 
     def _take_over(self, header: Header, wants_scheduler: bool | None) -> None:
         """Load the part that is not tensors: step count, hyper-parameters, loss scale."""

@@ -41,8 +41,7 @@ def set_aside(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        _exact_float32(),
-        _sums_in_float32(),
+        _exact_products(),
     ):
         try:
             yield
@@ -51,8 +50,10 @@ def set_aside(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _exact_float32() -> Iterator[None]:
-    """Compute float32 products from float32 inputs, not in TF32 or bf16."""
+def _exact_products() -> Iterator[None]:
+    """Compute float32 products from float32 inputs, not in TF32 or bf16, and sum products of
+    half-precision matrices in float32.
+    """
     overall = None
     # If a setting was made through the newer interface, this getter raises.
     with suppress(RuntimeError):
@@ -60,11 +61,15 @@ def _exact_float32() -> Iterator[None]:
     before = {}
     for matmul in _MATMULS:
         before[matmul] = matmul.fp32_precision
+    cuda = torch.backends.cuda.matmul
+    sums = {name: value for name in _HALF_SUMS if (value := getattr(cuda, name, False))}
     if overall not in (None, "highest"):
         torch.set_float32_matmul_precision("highest")
     for matmul, precision in before.items():
         if precision not in ("none", "ieee"):
             matmul.fp32_precision = "ieee"
+    for name in sums:
+        setattr(cuda, name, False)
     try:
         yield
     finally:
@@ -77,17 +82,5 @@ def _exact_float32() -> Iterator[None]:
                 matmul.fp32_precision = "none"
             if matmul.fp32_precision != precision:
                 matmul.fp32_precision = precision
-
-
-@contextmanager
-def _sums_in_float32() -> Iterator[None]:
-    """Sum products of half-precision matrices in float32."""
-    matmul = torch.backends.cuda.matmul
-    before = {name: value for name in _HALF_SUMS if (value := getattr(matmul, name, False))}
-    for name in before:
-        setattr(matmul, name, False)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(matmul, name, value)
+        for name, value in sums.items():
+            setattr(cuda, name, value)

@@ -16,7 +16,7 @@ from torch import nn
 from ds_layerwise.checkpoint.new_names import expert_names
 from ds_layerwise.config.conditions import NormGroup
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import agree_on_parts, check_copies
@@ -34,9 +34,6 @@ from ds_layerwise.routing.tensor_marks import PART_SHAPES, is_expert_stack, whol
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.rate_checks import check_captured, check_kept
 from ds_layerwise.zero.setup.run_settings import Settings
-
-#: The largest number of nodes that a line lists.
-_FEW = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,10 +358,9 @@ def _tell_of_nodes(where: Sequence[int]) -> None:
     counts = nodes.counts_on_nodes(range(len(where)), where)
     if len(set(counts)) == 1:
         return
-    shown = ", ".join(map(str, counts[:_FEW])) + ", ..." * (len(counts) > _FEW)
     comm.report(
-        f"nodes have different numbers of ranks ({shown}), so sums are not made inside nodes "
-        "first; start the same number on each node"
+        f"nodes have different numbers of ranks ({few([*map(str, counts)])}), so sums are not made "
+        "inside nodes first; start the same number on each node"
     )
 
 
