@@ -252,23 +252,17 @@ def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_paramet
         return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
 
 
-def _not_split(groups: list[Any]) -> list[Any]:
-    """Return ``groups``, or parameters, as groups that DeepSpeed does not split: it would give
-    experts groups of their own, as many as their size on one rank asks for, so that a run with
-    another ``ep_size`` has another number of them.
-    """
-    if not groups or not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
-    return [{"moe": False, **group} for group in groups]
-
-
 def _configure_optimizer(
     original: Method, engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any
 ) -> Any:
     if client_optimizer is None:
-        # Those of deepspeed.moe stay split: checkpoints have as many groups.
+        # DeepSpeed would give experts groups of their own, as many as their size on one rank asks
+        # for, so that a run with another ep_size has another number of them. Those of deepspeed.moe
+        # stay split: checkpoints have as many groups.
         if at(engine._config._param_dict, "expert_parallel.enabled"):
-            model_parameters = _not_split(model_parameters)
+            if not model_parameters or not isinstance(model_parameters[0], dict):
+                model_parameters = [{"params": model_parameters}]
+            model_parameters = [{"moe": False, **group} for group in model_parameters]
         return original(client_optimizer, model_parameters)
     with (
         comm.errors_on_all_ranks_if_started(),

@@ -29,7 +29,7 @@ from torch import distributed
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
-from ds_layerwise.ranks.comm.comm import is_agreed
+from ds_layerwise.ranks.comm.comm import AGREED
 
 #: The time in seconds that ranks wait for each other.
 _PATIENCE = 10
@@ -77,7 +77,7 @@ def _tell(
     earlier: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     _ended_by.append(kind)
-    if sys.flags.dev_mode or not (isinstance(error, LayerWiseError) or is_agreed(error)):
+    if sys.flags.dev_mode or not (isinstance(error, LayerWiseError) or hasattr(error, AGREED)):
         earlier(kind, error, trace)
         return
     store: Any = (

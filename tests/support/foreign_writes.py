@@ -62,7 +62,7 @@ LISTED = {
     "self.owner.{self.name}": "engine/contract/patches.py itself",
     "target.{*}": "instance_patches.py itself",
     # Python and rich.
-    "error.{_AGREED}": "marks an error as known to all ranks",
+    "error.{AGREED}": "marks an error as known to all ranks",
     "still_there.daemon": "a thread",
     "sys.argv": "the command line of the script that runs",
     "sys.excepthook": "the last words of a rank",

@@ -23,7 +23,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import (
@@ -47,7 +47,7 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_cuts import whole_shapes
-from ds_layerwise.zero.checkpoint import disks
+from ds_layerwise.zero.checkpoint import disks, whole_states
 from ds_layerwise.zero.checkpoint.checkpointing import Load
 from ds_layerwise.zero.optimizer import uses_us
 
@@ -477,7 +477,7 @@ def _load_module_state_dict(
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
                 _check_names_and_shapes(engine, "the checkpoint", module, values, strict=strict)
                 if load.plan is not None:
-                    _check_tied(module, values)
+                    _check_tied(engine.module, module)
     if is_cut(engine):
         checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
         if custom_load_fn is None:
@@ -527,19 +527,16 @@ def _check_names_and_shapes(
             )
 
 
-def _check_tied(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_tied(module: nn.Module, found: Mapping[str, Any]) -> None:
     """Refuse two different values for one parameter. The last one would become the weights, while
     the master of the other would be trained.
     """
-    names: dict[int, str] = {}
-    for name, value in wanted.items():
-        if isinstance(value, Tensor) and name in found:
-            first = names.setdefault(id(value), name)
-            if first != name and not torch.equal(found[first], found[name]):
-                raise LayerWiseError(
-                    f"{first} and {name} are one parameter here, but differ in the checkpoint; "
-                    "load it into a model that does not tie them"
-                )
+    for second, first in whole_states.tied(module, found).items():
+        if second in found and not torch.equal(found[first], found[second]):
+            raise LayerWiseError(
+                f"{first} and {second} are one parameter here, but differ in the checkpoint; load "
+                "it into a model that does not tie them"
+            )
 
 
 def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None:

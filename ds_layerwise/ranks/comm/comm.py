@@ -41,7 +41,7 @@ Group = Any
 Groups = Mapping[int, Group]
 
 #: The attribute that marks an error as known to every rank.
-_AGREED = "_layerwise_agreed"
+AGREED = "_layerwise_agreed"
 
 #: By group, a second group of the same ranks in the same order; see the note on both directions.
 _opposite: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
@@ -331,18 +331,11 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     except LayerWiseError as missed:
         raise error or missed
     if error is not None:
-        setattr(error, _AGREED, True)
+        setattr(error, AGREED, True)
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
             raise LayerWiseError(f"rank {rank} failed: {message}")
-
-
-def is_agreed(error: BaseException) -> bool:
-    """Tell whether every rank has raised because of ``error``, through
-    :func:`raise_on_all_ranks`.
-    """
-    return hasattr(error, _AGREED)
 
 
 def report(line: str) -> None:

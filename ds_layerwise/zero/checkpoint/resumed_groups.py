@@ -138,8 +138,14 @@ def take_over(
         # A rate in an override becomes a ratio to this lr, which must not be 0.
         lr = given["lr"] or optimizer.built_with[index]["lr"]
         optimizer.configured[index] = {**given, "lr": lr}
+        group = optimizer.param_groups[index]
         for key, value in values.items():
-            _set(optimizer.param_groups[index], key, value)
+            held = group.get(key)
+            if isinstance(held, Tensor) and not held.dim() and isinstance(value, (int, float)):
+                # Fill in place: schedulers and users keep references to the tensor.
+                held.fill_(value)
+            else:
+                group[key] = like(held, value)
         # A composed scheduler has its rates in its parts.
         for part in getattr(scheduler, "_schedulers", [scheduler]):
             for key in _LISTS:
@@ -168,12 +174,3 @@ def otherwise_trained(
             states = ", ".join(old.state_keys) or "none"
             found.setdefault(index, f"{old.scale or old.family} (states {states})")
     return found
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    held = group.get(key)
-    if isinstance(held, Tensor) and not held.dim() and isinstance(value, (int, float)):
-        # Fill in place: schedulers and users keep references to the tensor.
-        held.fill_(value)
-    else:
-        group[key] = like(held, value)

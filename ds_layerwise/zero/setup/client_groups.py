@@ -131,13 +131,11 @@ class ClientOptimizer(LayerWiseOptimizer):
         return found
 
     def hold(self, states: Mapping[Tensor, State]) -> None:
-        """Set the states of the object to those that this rank owns."""
+        """Set the states of the object to those that this rank owns, and replace its methods, so
+        that it does nothing by itself.
+        """
         self.client.state.clear()
         super().hold(states)
-        self._bind()
-
-    def _bind(self) -> None:
-        """Replace the methods of the object, so that it does nothing by itself."""
         refuse = refusing(
             f"an engine trains with this {_path_of(self.client)}, and each rank has the states of "
             "some of its parameters; call engine.step(), save with engine.save_checkpoint(), or "
