@@ -22,7 +22,12 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     """
 
     optimizer: LayerWiseOptimizer
+    """The rules and the user's groups, as schedulers see them."""
     scaling: LossScaling
+    bit16_groups: list[list[nn.Parameter]]
+    """The trained parameters of each group."""
+    fp16_groups: list[list[nn.Parameter]]
+    """The same, under the name of ZeRO stage 3."""
     custom_loss_scaler = False
     external_loss_scale = None
     torch_autocast_gradscaler = None

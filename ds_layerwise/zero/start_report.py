@@ -34,7 +34,6 @@ class ReportingOptimizer(EngineOptimizer):
     Subclasses set the attributes that have no value here.
     """
 
-    """The rules and the user's groups, as schedulers see them."""
     attention: AttentionLogits
     reports: Reports
     _run: RunState
