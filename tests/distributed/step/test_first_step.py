@@ -83,7 +83,7 @@ class TestRight(DistributedTest):
     def test_a_right_step_passes_and_is_as_without(self, stage, gas, changes, monkeypatch):
         allow_fp16()
         changes, results, said = dict(changes), [], []
-        monkeypatch.setattr(comm, "report", said.append)
+        monkeypatch.setattr(comm, "announce", said.append)
         layerwise = changes.pop("layerwise", {})
         for verify in (VERIFY, {}):
             net = Real(odd=True, tied=True)
