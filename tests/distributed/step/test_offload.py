@@ -166,11 +166,11 @@ class TestOffload(DistributedTest):
         before, filled, fill = memory(engine), [], host_memory._bytes
         engine.offload_states()
 
-        def second_one_is_refused(storage, device):
+        def second_one_is_refused(storage):
             if len(filled) == 1:
                 raise torch.OutOfMemoryError("device full")
             filled.append(storage)
-            return fill(storage, device)
+            return fill(storage)
 
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
