@@ -79,7 +79,7 @@ def test_a_write_that_an_error_ends_receives_what_others_send_and_ctrl_c_does_no
     monkeypatch.setattr(comm, "rank_of", lambda group: 0)
     monkeypatch.setattr(comm, "gather_objects", lambda mine, group: [mine, {"master.w": theirs}])
     monkeypatch.setattr(comm, "errors_on_all_ranks", nullcontext)
-    monkeypatch.setattr(comm, "receive", lambda into, out_of: calls.append(out_of))
+    monkeypatch.setattr(comm, "receive", lambda into, src: calls.append(src))
 
     def write(*_):
         raise error("no more")

@@ -60,8 +60,8 @@ def save_on_two_ranks(path, monkeypatch, header=HEADER):
         raise Stop
 
     monkeypatch.setattr(whole_states.comm, "errors_on_all_ranks", nullcontext)
-    monkeypatch.setattr(whole_states.comm, "send", lambda value, to: sent.append(value.clone()))
-    monkeypatch.setattr(whole_states.comm, "receive", lambda into, out_of: into.copy_(sent.pop(0)))
+    monkeypatch.setattr(whole_states.comm, "send", lambda value, dst: sent.append(value.clone()))
+    monkeypatch.setattr(whole_states.comm, "receive", lambda into, src: into.copy_(sent.pop(0)))
     for rank in (0, 1):
         with pytest.raises(Stop):
             play(rank, only_say)
