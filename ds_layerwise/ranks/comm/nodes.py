@@ -74,7 +74,7 @@ def counts_on_nodes(ranks: Iterable[int], nodes: Sequence[int]) -> tuple[int, ..
 
 
 def make_levels(
-    groups: Mapping[int, comm.Group], nodes: Sequence[int]
+    groups: Mapping[int, comm.Group], nodes: Sequence[int], *, wants: bool = True
 ) -> dict[int, tuple[comm.Group, comm.Group]]:
     """Return the group of this rank's node, and the group of the ranks in its place on all nodes,
     by key of ``groups``.
@@ -82,12 +82,15 @@ def make_levels(
     The result has only groups in which several nodes have several ranks each. Calls with the same
     ``groups`` return the same groups. Every rank of the world must call this, also one that does
     not need them, such as one of another pipeline stage.
+
+    Args:
+        wants: False if this rank does not need the groups; the result is then empty.
     """
     wanted = {}
     for key, group in groups.items():
         ranks = tuple(comm.ranks_of(group))
         per_node = ranks_per_node(ranks, nodes)
-        if 1 < per_node < len(ranks):
+        if wants and 1 < per_node < len(ranks):
             node, place = divmod(comm.rank_of(group), per_node)
             inside = ranks[node * per_node : (node + 1) * per_node]
             wanted[key] = [inside, ranks[place::per_node]]

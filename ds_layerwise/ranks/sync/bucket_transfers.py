@@ -252,7 +252,7 @@ def make_wires(
         where: the node of each rank of the world; see :func:`.ranks.comm.nodes.node_of_each_rank`.
     """
     on_host = device.type == "cpu"
-    levels = {} if native else nodes.make_levels(groups, where)
+    levels = nodes.make_levels(groups, where, wants=not native)
     if on_host:
         nodes.send_both_ways([*groups.values(), *(across for _, across in levels.values())], where)
     wires = {}
