@@ -343,7 +343,7 @@ def test_cuts_in_host_memory_are_copied_beside_updates(machine, options, monkeyp
     monkeypatch.setattr(comm.dist, "all_to_all_single", begin)
     with machine, torch.no_grad():
         computing = machine.current
-        values = new_shards(layout, 1, torch.device("cpu"))
+        values = new_shards(layout, 1, torch.device("cpu"), lambda bucket: bucket.dtype)
         cuts = Cuts(layout, machine.Stream())
         sync = CutSync(values, cuts, groups={1: Group("all", 4, 1)}, ep_size={})
         for step in range(1, 3):
