@@ -103,6 +103,7 @@ class BucketScheduler:
     def end_pass(self) -> None:
         """Start all buckets that may start, and wait until nothing is pending."""
         self.side.follow()
+        self._advance(wait=True)
         self._wait()
         if self.side.exists:
             # The device's allocator keeps the memory for the exchange and other users until the
@@ -115,6 +116,7 @@ class BucketScheduler:
         # If an exception ended a backward pass, some buckets may be pending and read memory that
         # the next pass writes. Which ones have started depends on the speed of other ranks; which
         # ones may start, only on gradients.
+        self._advance(wait=True)
         self._wait()
         self.start_pass()
 
@@ -168,8 +170,7 @@ class BucketScheduler:
             self._copied.popleft()
 
     def _wait(self) -> None:
-        """Launch all buckets that are ready, and wait until nothing is pending."""
-        self._advance(wait=True)
+        """Wait until nothing is pending."""
         self._begin_last()
         while self._pending:
             self._pending.popleft().wait()
