@@ -38,7 +38,7 @@ _AXES = {
 
 #: The options of ``plan`` that ask for other output, each with those that it cannot have.
 _APART = {
-    "fit": ("memory", "verbose", "list", "json"),
+    "fit": ("memory", "gb_s", "verbose", "list", "json"),
     "tokens": ("list", "json"),
     "verbose": ("list", "json"),
 }

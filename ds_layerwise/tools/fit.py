@@ -1,4 +1,6 @@
-"""Changes to a config with which a run fits on devices of a given size, cheapest first."""
+"""The first answer of a plan: whether a run fits on devices of a given size; and the changes to its
+config with which it does, cheapest first.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ _BOUNDS: Mapping[str, Mapping[str, Any]] = {
 _STAGES = (1, 2, 3)
 #: The bucket sizes, in elements, that are tried where the config's own is too large.
 _SMALLER = (500_000_000, 250_000_000, 100_000_000)
-#: The most lines of an answer.
+#: The most lines of an answer, and how it says that it has not all.
 _LINES = 12
+_MORE = "{} things more have no room here; "
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def as_text(
             table.add_row(str(num_devices), str(fit.change), left, size_text(fit.sent))
             prices[fit.change.price] = None
         line = f"devices: {num_devices}; {_recommended(fits, activations)}"
-        if fits and fits[0].change.values:
+        if fits and fits[0].left >= activations and fits[0].change.values:
             part = json.dumps(fits[0].change.applied_to({}))
             line += f"; the first, to merge into the config: {part}"
         below.append(line)
@@ -238,17 +241,20 @@ def answer(
         lines.append(line)
     for about, change in to_look_at(plan.routes, plan.specs):
         lines.append(f"look at {about}; to change it, in layerwise.overrides: {change}")
+    lines += plan.assumed
     if plan.run.without_effect:
         lines.append(f"without effect here: {', '.join(plan.run.without_effect)}")
     counted = "activations are not counted: --tokens N"
     if activations:
         counted = f"{size_text(activations)} of activations are counted"
-    last = f"{counted}; more: --verbose, the tables; --list, every parameter; --fit GIB, changes"
+    more = f"{counted}; more: --verbose, the tables; --list, every parameter; --fit GIB, changes"
     shown: list[str] = []
-    for line in [*lines, *plan.assumed]:
-        if rendered([*shown, line, last]).count("\n") < _LINES:
+    for line in lines:
+        if rendered([*shown, line, f"{_MORE.format(len(lines))}{more}"]).count("\n") < _LINES:
             shown.append(line)
-    return rendered([*shown, last])
+    if left_out := len(lines) - len(shown):
+        more = _MORE.format(left_out) + more
+    return rendered([*shown, more])
 
 
 def _recommended(fits: Sequence[Fit], activations: int) -> str:

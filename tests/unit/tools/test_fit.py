@@ -90,7 +90,7 @@ def test_the_table_and_what_to_merge(written):
     assert "because it sends least of what fits; the first, to merge" in merge
     assert json.loads(merge.partition("config: ")[2])["zero_optimization"]["stage"] in (2, 3)
     assert nothing == "2; nothing that was tried fits"
-    for name, *value in (["memory", "20"], ["verbose"], ["list"], ["json"]):
+    for name, *value in (["memory", "20"], ["gb_s", "50"], ["verbose"], ["list"], ["json"]):
         assert_refused(f"--fit and --{name} do not go together", *arguments, f"--{name}", *value)
 
 
@@ -142,6 +142,17 @@ def test_the_answer_agrees_with_the_byte_tables(model, mesh, stage, ranks, memor
         assert "nothing that was tried fits" in words
 
 
+def test_an_answer_counts_the_things_that_have_no_room(written):
+    arguments = ["plan", "--model", "gpt2-124m", "--config", written(config()), "--ranks"]
+    ranks = [*range(1, 21)]
+    out = run(*arguments, ",".join(map(str, ranks)))[1]
+    assert len(out.splitlines()) <= 12 and max(map(len, out.splitlines())) <= 90
+    words = " ".join(out.split())
+    shown = [number for number in ranks if f" {number} ranks: " in words]
+    assert 3 < len(shown) < 20 and f" {20 - len(shown)} things more have no room here; " in words
+    assert "no room" not in run(*arguments, "1,2")[1]
+
+
 def test_activations_are_counted_by_tokens(written):
     arguments = ["plan", "--model", "llama-3-8b", "--config", written(config()), "--ranks", "8"]
     # 2 bytes of each of 32 layers of 4096, and 10 of each of 128,256 words: 1 and 4.9 GiB for 4,096 tokens.
@@ -162,6 +173,8 @@ def test_activations_are_counted_by_tokens(written):
     out = run(*arguments, "--fit", str(memory), "--tokens", str(2 * 4096))[1]
     assert " *" in out and "*: less than the 11.8 GiB that activations take" in " ".join(out.split())
     assert "*" not in run(*arguments, "--fit", "79.6", "--tokens", "1")[1]
+    none = run(*arguments, "--fit", "79.6", "--tokens", "100000")[1]
+    assert "nothing that was tried fits" in none and "*" in none and "to merge" not in none
     assert "activations, counted nowhere below: 6,034.0 MiB" in run(*arguments, "--tokens", "4096", "--verbose")[1]
     for option in ("--json", "--list"):
         assert_refused(f"--tokens and {option} do not go together", *arguments, "--tokens", "1", option)
