@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -128,7 +129,6 @@ class Stubs:
         )
         streams.get_accelerator = lambda: device
         # torch writes these out in Python for tensors without memory, which takes milliseconds.
-        transfer.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
         transfer.unpack = lambda packed, places: None
         torch._foreach_div_ = lambda tensors, by: None
         torch.Tensor.div_ = lambda tensor, by: tensor
@@ -210,7 +210,8 @@ class Step:
         )
         self._param_sync: ParamSync | CutSync
         if stage == 3:
-            values, group = new_shards(layout, rank, META), Ranks(size, rank)
+            values = new_shards(layout, rank, META, attrgetter("dtype"))
+            group = Ranks(size, rank)
             self._param_sync = CutSync(values, Cuts(layout), groups={1: group}, ep_size={})
         else:
             values = FlatBuffer(layout, META)

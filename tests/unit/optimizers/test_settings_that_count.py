@@ -244,7 +244,7 @@ IN_ENGINES = {
     "rename": "distributed/checkpoint/test_changed_since_save.py",
     "client_optimizer": "distributed/step/test_client_optimizer.py",
     "qk_clip": "distributed/step/test_qk_clip.py", "log_max_attention_logit": "distributed/step/test_qk_clip.py",
-    "dump_param_map": "distributed/step/test_override_rules.py"}
+    "dump_param_map": "distributed/step/test_override_rules.py", "table": "distributed/ecosystem/test_plan.py"}
 
 
 def test_every_key_of_the_layerwise_section_changes_something():
