@@ -357,6 +357,7 @@ def _print_numbers(options: argparse.Namespace, plan: Any) -> int:
             plan.forecasts,
             plan.run.optimizer,
             without_effect=plan.run.without_effect,
+            clip_grad=plan.run.clip_grad,
             **known,
         )
         stages = [each.forecasts for each in plan.stages]

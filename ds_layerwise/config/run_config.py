@@ -120,6 +120,7 @@ class RunConfig:
     fetching: Fetching | None
     """The limits of what is whole at a time at ZeRO stage 3; None at other stages."""
     host_ratio: float
+    clip_grad: float
     accumulates: bool
     """True if a step may have several micro-batches, as far as the config alone says."""
     autocast: bool
@@ -165,6 +166,7 @@ class RunConfig:
             params_on_host=at(given, "zero_optimization.offload_param.device") == "cpu",
             fetching=Fetching.of(zero) if zero["stage"] == 3 else None,
             host_ratio=_host_ratio(zero),
+            clip_grad=float(given.get("gradient_clipping", 1.0)),
             accumulates=given.get(
                 "gradient_accumulation_steps", None if given.get("train_batch_size") else 1
             )

@@ -528,7 +528,6 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         mp_rank=mp_rank,
         tensor_group=parts_group,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
-        clip_grad=float(engine.gradient_clipping()),
         check_overflow=check_overflow,
         compute_grad_norm=compute_grad_norm,
         scaling=LossScaling(

@@ -88,6 +88,11 @@ class Route:
     """
 
     @property
+    def told(self) -> str:
+        """The reason, and whether it is ``bare``."""
+        return f"{self.reason}, bare" if self.bare else self.reason
+
+    @property
     def whole(self) -> bool:
         """True if one rank owns it."""
         return self.recipe.whole

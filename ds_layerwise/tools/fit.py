@@ -183,26 +183,26 @@ def as_text(
     title = f"what fits on devices with {size_text(memory_bytes)}, cheapest first"
     table = table_of(title, ("devices", "change", "left", "sent"), ("change",))
     prices: dict[str, None] = {}
-    below, mark = [], ""
+    below = []
     for num_devices, fits in zip(devices, found, strict=True):
         for fit in fits:
-            left = size_text(fit.left)
-            if fit.left < activations:
-                left += " *"
-                mark = f" *: less than the {size_text(activations)} that activations take."
-            table.add_row(str(num_devices), str(fit.change), left, size_text(fit.sent))
+            left = fit.left - activations
+            told = size_text(left) if left >= 0 else f"{size_text(-left)} too much"
+            table.add_row(str(num_devices), str(fit.change), told, size_text(fit.sent))
             prices[fit.change.price] = None
         line = f"devices: {num_devices}; {_recommended(fits, activations)}"
         if fits and fits[0].left >= activations and fits[0].change.values:
             part = json.dumps(fits[0].change.applied_to({}))
             line += f"; the first, to merge into the config: {part}"
         below.append(line)
+    beside = "activations, drivers and libraries"
+    if activations:
+        beside = f"drivers and libraries, beside {size_text(activations)} of activations"
     about = (
-        "change: of the config; left: for what the forward and the backward pass keep, activations "
-        "above all, and what drivers and libraries take; sent: by the busiest rank in a step of "
-        "one micro-batch; devices: --ranks."
+        f"change: of the config; left: for {beside}; sent: by the busiest rank in a step of one "
+        "micro-batch; devices: --ranks."
     )
-    return rendered([table, about + mark, *filter(None, prices), *below])
+    return rendered([table, about, *filter(None, prices), *below])
 
 
 def answer(

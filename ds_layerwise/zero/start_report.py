@@ -129,11 +129,13 @@ class ReportingOptimizer(EngineOptimizer):
         run = self._run
         planned = run.planned
         optimizer = self.optimizer
+        clip_grad = run.settings.clip_grad
         if run.config.table == "short":
             forecast = self.forecast()
             told = summary(planned.routes, planned.specs, optimizer.config)
             held = size_text(forecast.memory[forecast.fullest].total)
-            return f"{told}; {forecast.layout.world_size} ranks, {held} a rank".replace(GLUE, " ")
+            held += f" a rank; gradient_clipping: {clip_grad:g}"
+            return f"{told}; {forecast.layout.world_size} ranks, {held}".replace(GLUE, " ")
         products = {}
         for recipe in planned.recipes:
             text = run.products.told(recipe)
@@ -150,6 +152,7 @@ class ReportingOptimizer(EngineOptimizer):
                 groups=optimizer.groups_now(),
                 without_effect=[*run.settings.without_effect, *idle],
                 products=products,
+                clip_grad=clip_grad,
             )
         ]
         if products and run.products.has_kernel:

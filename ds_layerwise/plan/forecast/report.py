@@ -46,6 +46,7 @@ def plan_table(
     products: Mapping[Recipe, str] | None = None,
     memory_bytes: int | None = None,
     gb_s: float | None = None,
+    clip_grad: float | None = None,
 ) -> str:
     """Return plain text for a log, without colours.
 
@@ -58,8 +59,11 @@ def plan_table(
         memory_bytes: the memory of one device; None if it is not known.
         gb_s: the bandwidth of a rank, in 10^9 bytes per second, for which seconds are printed; None
             for none.
+        clip_grad: the bound of the gradients' norm, 0 for none; None if it is not known.
     """
     parts = _recipe_parts(routes, specs, optimizer, groups or [optimizer.group()], products or {})
+    if clip_grad is not None:
+        parts.append(f"gradient_clipping: {clip_grad:g}")
     if without_effect:
         parts.append(f"without effect here: {', '.join(without_effect)}")
     columns = [_costs(each, memory_bytes, gb_s) for each in forecasts]
@@ -391,23 +395,23 @@ def _parameters(
     groups: ParamGroups,
 ) -> Table:
     in_order = _recipes(routes[spec.name] for spec in specs)
-    rows: dict[tuple[int, str, bool], list[ParamSpec]] = {}
+    rows: dict[tuple[int, str], list[ParamSpec]] = {}
     for spec in specs:
         route = routes[spec.name]
-        key = (in_order.index(route.recipe), route.reason, route.bare)
+        key = (in_order.index(route.recipe), route.told)
         rows.setdefault(key, []).append(spec)
     table = table_of(
         "parameters",
         ("optimizer", "because", "tensors", "elements", "lr", "weight decay", "for example"),
         ("optimizer", "because", "for example"),
     )
-    for (index, reason, bare), members in sorted(rows.items()):
+    for (index, reason), members in sorted(rows.items()):
         mine = [routes[spec.name] for spec in members]
         hypers = [route.hyper(groups[route.group]) for route in mine]
         recipe = in_order[index]
         table.add_row(
             f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
-            f"{reason}, bare" if bare else reason,
+            reason,
             str(len(members)),
             count_text(sum(spec.numel for spec in members)),
             _span(hyper["lr"] for hyper in hypers),
@@ -441,7 +445,7 @@ def listed(
                 "name": spec.name,
                 "shape": list(spec.shape),
                 "optimizer": route.recipe.rule,
-                "reason": route.reason,
+                "reason": route.told,
                 "matrices": None if route.matrix_shape is None else list(matrices),
                 "parts": {name: list(shape) for name, shape in seen.items()},
                 "weight_decay": route.hyper(group)["weight_decay"],

@@ -695,6 +695,10 @@ class Checkpointing:
         goes_on = None if scheduler is None else wants_scheduler
         groups = self._resumed(header, scheduler, goes_on)
         lines = resumed_groups.take_over(groups, run.optimizer, scheduler)
+        if header.param_groups is None:
+            lines.append(
+                "param_groups: the checkpoint has none of this package; this run's values are used"
+            )
         for line in (*lines, *run.products.changes(planned.recipes, header.fast_dtypes)):
             comm.report(line)
         run.scaling.take_over(

@@ -42,7 +42,6 @@ class Settings(RunConfig):
     parts; None without tensor parallelism.
     """
     divide_by: float
-    clip_grad: float
     check_overflow: bool
     compute_grad_norm: bool
     scaling: LossScaling

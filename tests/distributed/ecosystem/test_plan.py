@@ -99,14 +99,14 @@ class TestAgainstTheEngine(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_a_short_table_is_one_line(self):
-        engine = start(tiny_gpt(), ds_config(layerwise={"table": "short"}))
+        engine = start(tiny_gpt(), ds_config(layerwise={"table": "short"}, gradient_clipping=0.5))
         line = engine.optimizer.describe()
         rows = engine.optimizer.listed()
         numels = {rule: [math.prod(row["shape"]) for row in rows if row["optimizer"] == rule] for rule in (
             "muon", "adamw")}
         assert line.startswith(f"{sum(map(sum, numels.values())):,} elements on a rank: " + ", ".join(
             f"{rule} trains {sum(found):,} in {len(found)} tensors" for rule, found in numels.items()))
-        assert line.endswith(" MiB a rank") and "; 2 ranks, " in line and "\n" not in line
+        assert line.endswith(" MiB a rank; gradient_clipping: 0.5") and "; 2 ranks, " in line and "\n" not in line
 
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("stage", [1, 3])

@@ -129,6 +129,7 @@ def resealed(folder, ranges):
     (lambda f: (f / FILE_NAME).write_text("[]"), "is damaged"),
     (lambda f: edited(f, lambda c: c["files"].pop("zip.pt")), "is damaged: its own digest does not match"),
     (lambda f: edited(f, lambda c: c["files"]["zip.pt"][0].__setitem__(1, 0)), "is damaged: its own digest"),
+    (lambda f: edited(f, lambda c: c["save"].update(id="another")), "is damaged: the digest of its save does"),
     (lambda f: edited(f, lambda c: c.update(format=2)), "has format 2, and this version of ds_layerwise reads 1; up"),
 ])
 def test_a_list_that_cannot_be_trusted_is_refused(folder, damage, message):

@@ -219,11 +219,11 @@ def test_every_parameter_is_listed(files):
     code, out, err = run(*files(given, "1", "--list"))
     assert (code, err) == (0, "")
     expected = [
-        ("embed", "16x64", "adamw", "0.1", "2", "all", "embedding (by name)"),
-        ("0.up", "16x64", "muon", "0.1", "20", "0", "matrix"),
-        ("0.down", "64x16", "muon", "0.3", "20", "0", "matrix"),
+        ("embed", "16x64", "adamw", "0.1", "2", "all", "embedding (by name), bare"),
+        ("0.up", "16x64", "muon", "0.1", "20", "0", "matrix, bare"),
+        ("0.down", "64x16", "muon", "0.3", "20", "0", "matrix, bare"),
         ("1.up", "16x64", "adamw", "0.1", "1", "all", "layerwise.overrides"),
-        ("1.down", "64x16", "muon", "0.3 palm, cautious", "20", "0", "matrix, 4 heads")]
+        ("1.down", "64x16", "muon", "0.3 palm, cautious", "20", "0", "matrix, 4 heads, bare")]
     head, columns, *lines, between, about = out.splitlines()
     assert not between and all(word in about for word in ("lr ratio: ", "owner: ", "because: "))
     assert head == "1 ranks" and re.split(" {2,}", columns) == [

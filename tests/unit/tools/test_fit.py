@@ -164,7 +164,7 @@ def test_activations_are_counted_by_tokens(written):
     memory = (needed + took) / GIB
     for more, verdict in ((0.01, "fits, 10.2 MiB of"), (-0.01, "does not fit, 10.2 MiB too much")):
         assert verdict in run(*arguments, "--tokens", "4096", "--memory", str(memory + more))[1]
-    # What leaves less is marked, and not recommended.
+    # What leaves less says how much, and is not recommended.
     given = config()
     found = find_fits(build_model("llama-3-8b"), given, [8], memory_bytes=int(memory * GIB), activations=int(12 * GIB))
     enough = [fit.left >= 12 * GIB for fit in found[0]]
@@ -175,10 +175,10 @@ def test_activations_are_counted_by_tokens(written):
     room = {"memory_bytes": int(memory * GIB), "activations": most + 1}
     assert changed_keys(find_fits(build_model("llama-3-8b"), given, [8], **room)[0])[0] == BOUNDED
     out = run(*arguments, "--fit", str(memory), "--tokens", str(2 * 4096))[1]
-    assert " *" in out and "*: less than the 11.8 GiB that activations take" in " ".join(out.split())
-    assert "*" not in run(*arguments, "--fit", "79.6", "--tokens", "1")[1]
+    assert "too much" in out and "beside 11.8 GiB of activations" in " ".join(out.split())
+    assert "too much" not in run(*arguments, "--fit", "79.6", "--tokens", "1")[1]
     none = run(*arguments, "--fit", "40", "--tokens", "100000")[1]
-    assert "nothing that was tried fits" in none and "*" in none and "to merge" not in none
+    assert "nothing that was tried fits" in none and "too much" in none and "to merge" not in none
     assert "activations, counted nowhere below: 6,034.0 MiB" in run(*arguments, "--tokens", "4096", "--verbose")[1]
     for option in ("--json", "--list"):
         assert_refused(f"--tokens and {option} do not go together", *arguments, "--tokens", "1", option)

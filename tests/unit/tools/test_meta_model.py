@@ -64,7 +64,8 @@ def test_it_is_the_plan_of_the_model_itself(cls, hf_config, from_folder, argumen
     expected = forecast(specs, routes, parsed, 2, reduction="native")
     code, out, err = run(*command, "--json")
     assert (code, err) == (0, "") and json.loads(out) == [as_json(expected)]
-    assert run(*command, "--verbose")[1] == plan_table(routes, specs, [expected], parsed.optimizer) + "\n"
+    table = plan_table(routes, specs, [expected], parsed.optimizer, clip_grad=parsed.clip_grad)
+    assert run(*command, "--verbose")[1] == table + "\n"
 
 
 def test_a_trainers_buckets_are_of_the_square_of_the_hidden_size(arguments):
