@@ -341,7 +341,7 @@ def test_comparing_in_small_gives_a_table_and_two_curves(compare, monkeypatch, t
             assert list(line.get_ydata()) == [float(each["train_loss"]) for each in metrics]
 
 
-@pytest.mark.parametrize("name, key, rate", [("stock_adamw", "lr", 3e-3), ("stock_muon", "muon_lr", 0.02),
+@pytest.mark.parametrize("name, key, rate", [("stock_adamw", "lr", 1.5e-3), ("stock_muon", "muon_lr", 0.02),
                                              ("normuon", "muon_lr", 0.02), ("soap", "muon_lr", 3e-3)])
 def test_comparing_multiplies_the_rate_of_matrices_alone(compare, name, key, rate):
     settings = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
