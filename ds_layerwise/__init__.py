@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0rc1"
 
 #: The public names and their modules, loaded on first use.
 _PUBLIC = {
