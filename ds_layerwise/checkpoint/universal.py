@@ -139,7 +139,8 @@ class UniversalCheckpoint:
                 rules[name] = ADAM
             elif keys:
                 rules[name] = RuleRecord("an unknown optimizer", tuple(sorted(keys)), None)
-        return Header(step=step or 0, shapes=shapes, rules=rules)
+        groups = {**state_dict.get(OPTIMIZER_STATE_DICT, {}), **state_dict}.get(PARAM_GROUPS)
+        return Header(step=step or 0, shapes=shapes, rules=rules, configured=groups)
 
     def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
         """Return the number of updates. The converter writes it for each parameter; for ZeRO-3 it

@@ -151,10 +151,7 @@ def framed(error: BaseException) -> str:
         place = of_script[-1]
         lines.append(f"at {place.filename}:{place.lineno}, in {place.name}: {place.line}")
     if any(place.name == RunConfig.from_ds_config.__name__ for place in places):
-        lines.append(
-            "to check a config without a run: ds-layerwise plan --config FILE --model MODEL "
-            "--ranks N"
-        )
+        lines.append("to check a config without a run: ds-layerwise check FILE")
     lines.append("to see the whole traceback: PYTHONDEVMODE=1")
     bar = "=" * 100
     return "\n".join([bar, *lines, bar])

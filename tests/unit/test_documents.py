@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 from deepspeed.launcher import runner
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import nn
 from torch.distributed import run as torchrun
 
@@ -328,6 +329,7 @@ def test_values_that_keep_adamw_as_it_was_are_the_defaults_of_deepspeed():
     theirs, ours = inspect.signature(FusedAdam).parameters, OptimizerConfig.from_section({}).model_dump()
     rows = {names_in(row[0])[0]: row[1:] for _, *rows in tables_of(DOCS / "moving.md") for row in rows
             if row[0].endswith(", if left out")}
+    assert rows.pop("gradient_clipping") == [str(GRADIENT_CLIPPING_DEFAULT)] * 2
     assert rows.keys() == {"betas", "eps"} and params["decay_vectors"] is not ours["decay_vectors"]
     for key, (before, now) in rows.items():
         given = theirs[key].default

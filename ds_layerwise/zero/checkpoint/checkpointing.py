@@ -675,6 +675,8 @@ class Checkpointing:
 
     def _resumed(self, header: Header, *schedule: Any) -> list[resumed_groups.ResumedGroup]:
         run = self._run
+        if header.param_groups is None:
+            return resumed_groups.after_another(run.optimizer, header, *schedule)
         group_of = {}
         for name, route in run.planned.saved_routes.items():
             # A rate that an override sets is the config's, whatever a group has.
@@ -695,10 +697,6 @@ class Checkpointing:
         goes_on = None if scheduler is None else wants_scheduler
         groups = self._resumed(header, scheduler, goes_on)
         lines = resumed_groups.take_over(groups, run.optimizer, scheduler)
-        if header.param_groups is None:
-            lines.append(
-                "param_groups: the checkpoint has none of this package; this run's values are used"
-            )
         for line in (*lines, *run.products.changes(planned.recipes, header.fast_dtypes)):
             comm.report(line)
         run.scaling.take_over(

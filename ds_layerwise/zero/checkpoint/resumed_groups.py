@@ -11,7 +11,7 @@ Note: the rates of a schedule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from deepspeed.runtime import lr_schedules
@@ -111,6 +111,42 @@ def resumed(
             values["lr"] = lr * factor
         line = f"{name}: {changes}this run's values are used, because {why}"
         groups.append(ResumedGroup(values, built, line, factor))
+    return groups
+
+
+def after_another(
+    optimizer: LayerWiseOptimizer,
+    header: Header,
+    scheduler: Any = None,
+    goes_on: bool | None = None,
+) -> list[ResumedGroup]:
+    """Return all groups as they continue from a checkpoint that another package wrote: with this
+    run's values, and the rates of a scheduler that continues from its state.
+
+    Args:
+        scheduler, goes_on: as in :func:`resumed`.
+    """
+    rates: Sequence[Any] = ()
+    if goes_on and _is_deepspeeds(scheduler):
+        # Its state is a number of steps alone.
+        rates = scheduler.get_lr()
+    elif goes_on:
+        rates = getattr(scheduler, "get_last_lr", list)()
+    saved = header.configured or ()
+    groups = []
+    for index, built in enumerate(optimizer.built_with):
+        changes = ""
+        if len(saved) == len(optimizer.built_with):
+            before = optimizer.named({"lr": 0.0, **saved[index]})
+            del before["lr"]
+            changes = _changes(before, optimizer.named(built))
+        line = f"param_groups[{index}]: {changes}this run's values are used, because the saved run "
+        line += "used another optimizer"
+        values = {}
+        if index < len(rates):
+            values["lr"] = rates[index]
+            line += f"; lr is {rates[index]:g}, where {type(scheduler).__name__} goes on"
+        groups.append(ResumedGroup(values, built, line, 1.0))
     return groups
 
 

@@ -8,7 +8,9 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.utils import logger
+from torch.optim.lr_scheduler import LambdaLR
 
+import ds_layerwise
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -16,6 +18,7 @@ from tests.support.rooms import rooms
 from tests.support.training import BF16, PRECISIONS, Net, assert_same_on_all_ranks, ds_config, start, train_engine
 from tests.support.universal import (
     MATRICES,
+    WithLoss,
     convert,
     start_stock,
     start_with_loss,
@@ -110,10 +113,47 @@ class TestStockIntoOurs(DistributedTest):
         if dist.get_rank() == 0:
             counts = f"{len(MATRICES)} of {len(names_in(expected))} parameters have other"
             assert len(report) == 2 and counts in report[1]
-            assert report[0].endswith("the checkpoint has none of this package; this run's values are used")
+            assert "weight_decay was" in report[0] and "lr was" not in report[0]
+            assert report[0].endswith("this run's values are used, because the saved run used another optimizer")
             assert report[1].endswith(f": {len(MATRICES)} x {why}")
         else:
             assert not report
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("kind, stage", [("WarmupLR", 2), ("WarmupCosineLR", 3), ("LambdaLR", 1)])
+    def test_the_schedule_goes_on_in_the_first_step(self, kind, stage, tmp_path):
+        """AdamW for everything, which has stock's arithmetic, so that stock's own steps are the oracle."""
+        section = {"type": kind, "params": {"warmup_num_steps": 10, "warmup_type": "linear"}}
+        section["params"] |= {"warmup_max_lr": 0.01} if kind == "WarmupLR" else {"total_num_steps": 40}
+        sections = {} if kind == "LambdaLR" else {"scheduler": section}
+        params = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "matrix_optimizer": "adamw"}
+
+        def started(optimizer, stage):
+            module = WithLoss()
+            config = {**ds_config(clip=1.0, **sections), "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+            if optimizer["type"] == "AdamW":
+                del config["layerwise"]
+            make = None if sections else lambda it: LambdaLR(it, lambda step: (step + 1) / 10)
+            engine, *_ = ds_layerwise.initialize(
+                model=module, model_parameters=module.parameters(), config=config, lr_scheduler=make)
+            return engine
+
+        def stock(it):
+            return started({"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}, it)
+
+        engine = stock(stage)
+        train_with_loss(engine, 0, 3)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        convert(tmp_path / "saved", tmp_path / "converted", inject=True)
+        lr = engine.get_lr()
+        expected = train_with_loss(engine, 3, 6)
+        own = started({"type": "LayerWise", "params": params}, 2)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            own.load_checkpoint(tmp_path, tag="converted")
+        assert own.get_lr() == pytest.approx(lr) and 0 < lr[0] < 0.01
+        if dist.get_rank() == 0:
+            assert f"; lr is {lr[0]:g}, where {kind} goes on" in printed.getvalue()
+        torch.testing.assert_close(train_with_loss(own, 3, 6), expected, rtol=1e-5, atol=0)
 
     @pytest.mark.world_size([1, 3])
     def test_refused_unless_the_config_allows_it(self, stages):
