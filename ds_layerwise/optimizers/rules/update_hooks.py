@@ -200,9 +200,10 @@ class UpdateHooks(Recipe):
             scale = 1.0
         add_(params, unstack(update, params), hyper.of(lambda now: -now.lr * scale))
         if self.hyperball is not None:
-            _scale_(matrices, _ratio(before, norms(matrices)))
+            torch._foreach_mul_(matrices, _ratio(before, norms(matrices)).unbind())
         if self.radial_brake is not None:
-            _scale_(matrices, _braked(before, norms(matrices), *self.radial_brake))
+            factors = _braked(before, norms(matrices), *self.radial_brake)
+            torch._foreach_mul_(matrices, factors.unbind())
 
 
 def keeps_zeros(recipe: Recipe) -> bool:
@@ -225,7 +226,3 @@ def _braked(
 def _ratio(wanted: Tensor, norms: Tensor) -> Tensor:
     """Return the factor that brings ``norms`` to ``wanted``; 0 for norms that count as 0."""
     return torch.where(norms < TINY, 0, wanted / norms.clamp_min(TINY))
-
-
-def _scale_(matrices: Tensors, factors: Tensor) -> None:
-    torch._foreach_mul_(matrices, factors.unbind())
