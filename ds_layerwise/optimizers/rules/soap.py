@@ -167,7 +167,8 @@ class Soap(Kronecker):
         del turned
         update = into(momentum, state)
         update.div_((state["exp_avg_sq"] / correction2).sqrt_().add_(hyper.eps).mul_(correction1))
-        return out_of(update, state)
+        back = {key: value.mT for key, value in state.items() if key.startswith("Q_")}
+        return into(update, back)
 
     def _learn(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
         """Update the factors with ``grad``, and the bases if they are due.
@@ -254,15 +255,6 @@ def into(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
         matrices = bases["Q_L"].mT @ matrices
     if "Q_R" in bases:
         matrices = matrices @ bases["Q_R"]
-    return matrices
-
-
-def out_of(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
-    """Return ``Q_L X Q_Rᵀ``, see :func:`into`."""
-    if "Q_L" in bases:
-        matrices = bases["Q_L"] @ matrices
-    if "Q_R" in bases:
-        matrices = matrices @ bases["Q_R"].mT
     return matrices
 
 
