@@ -50,10 +50,6 @@ class Unreadable:
     everything that a pickle passes to it.
     """
 
-    def __new__(cls, *args: object, **kwargs: object) -> Unreadable:
-        """Accept and drop a part of a pickle."""
-        return super().__new__(cls)
-
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Accept and drop a part of a pickle."""
 
