@@ -54,19 +54,15 @@ def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) 
     return buckets
 
 
-def draft_split(items: Sequence[Item], holders: int, alignment: int) -> Draft:
-    """Lay out ``items`` back to back, cut into equal shards."""
-    *offsets, total = accumulate((item.span for item in items), initial=0)
-    shards = Shards(((holders, padded(total, alignment, holders) // holders),))
-    return Draft(False, shards, items, offsets)
-
-
-def draft_by_param(items: Sequence[Item], holders: int, alignment: int) -> Draft:
-    """Lay out ``items`` back to back, each with room for ``holders`` equal, aligned cuts."""
-    rooms = (padded(item.numel, alignment, holders) for item in items)
+def draft_split(items: Sequence[Item], holders: int, alignment: int, transport: Transport) -> Draft:
+    """Lay out ``items`` back to back, cut into equal shards; for ``by_param`` each with room for
+    ``holders`` equal, aligned cuts.
+    """
+    cuts = holders if transport == "by_param" else 1
+    rooms = (padded(item.numel, alignment, cuts) for item in items)
     *offsets, total = accumulate(rooms, initial=0)
-    shards = Shards(((holders, total // holders),))
-    return Draft(False, shards, items, offsets, "by_param")
+    shards = Shards(((holders, padded(total, alignment, holders) // holders),))
+    return Draft(False, shards, items, offsets, transport)
 
 
 def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, shard: int) -> Draft:

@@ -21,7 +21,6 @@ from ds_layerwise.plan.layout.draft_buckets import (
     Draft,
     cut_stream,
     draft_balanced,
-    draft_by_param,
     draft_owned,
     draft_split,
     row_limit,
@@ -29,7 +28,7 @@ from ds_layerwise.plan.layout.draft_buckets import (
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item, choose_owners, spread
-from ds_layerwise.plan.layout.transport import moved_numel, padded
+from ds_layerwise.plan.layout.transport import Transport, padded
 
 
 def plan_layout(
@@ -85,9 +84,9 @@ def plan_layout(
     for stream, items in streams.items():
         holders = world_size // stream.ep_size
         if not stream.whole:
-            split = draft_split if stage < 3 else draft_by_param
+            transport: Transport = "even" if stage < 3 else "by_param"
             for bucket in cut_stream(items, bucket_numel):
-                drafts.append(split(bucket, holders, alignment))
+                drafts.append(draft_split(bucket, holders, alignment, transport))
         elif policy == "size_matching":
             drafts += _match_sizes(items, holders, bucket_numel)
         elif policy == "lpt":
@@ -275,8 +274,13 @@ def _draft_streams(
 
 
 def _moved(drafts: Iterable[Draft]) -> int:
-    """Return the number of elements that a rank sends each way, for all of ``drafts``."""
+    """Return the number of elements that the mean rank of a group sends each way, for all of
+    ``drafts``, with padding: times ``(holders - 1) / holders``.
+    """
     total = 0
     for draft in drafts:
-        total += moved_numel(draft.shards.numel, draft.shards.count, draft.transport)
+        shards = draft.shards
+        total += shards.numel
+        if draft.transport == "cuts":
+            total += shards.numel // shards.count
     return total

@@ -58,15 +58,6 @@ def transport_of(numel: int, longest: int, holders: int) -> Transport:
     return "cuts"
 
 
-def moved_numel(numel: int, holders: int, transport: Transport) -> int:
-    """Return the number of elements that the mean rank of a group sends each way, for a bucket
-    of ``numel`` elements, with padding: times ``(holders - 1) / holders``.
-    """
-    if transport == "cuts":
-        return numel + numel // holders
-    return numel
-
-
 def padded(numel: int, alignment: int, holders: int = 1) -> int:
     """Return ``numel`` with the padding that makes it as many equal multiples of ``alignment`` as
     there are ``holders``.
