@@ -106,14 +106,14 @@ class Deal(NamedTuple):
         before = int(sent.before[at_home].sum())
         stays = int(sent.numel[at_home].sum())
         behind = int(sent.numel.sum()) - before - stays
-        stay = None
+        stay: list[Stretch] = []
         if not stays or (before and behind and stays < before + behind):
             # If elements lie on both sides and fewer stay than travel, those travel, too, so that
             # all arrive in one piece; they count as elements before the cut.
             before += stays + behind
             stays = behind = 0
         if stays:
-            stay = runs.pop(held.owner.tolist().index(holder))
+            stay.append(runs.pop(held.owner.tolist().index(holder)))
             by_holder[holder] = by_owner[holder] = 0
         parts = (before, stays, behind)
         return Round(self, index, by_holder.tolist(), by_owner.tolist(), runs, parts, stay)
@@ -135,8 +135,8 @@ class Round(NamedTuple):
     """The number of elements of this rank's shard before the part that stays in this rank's own
     cut, in that part, and after it.
     """
-    stay: Stretch | None = None
-    """The part that stays, in the cut."""
+    stay: Sequence[Stretch] = ()
+    """The part that stays, if any does, in the cut."""
     rows: Sequence[Stretch] = ()
     """The parameters of this rank's shard, if they are cut by themselves."""
 

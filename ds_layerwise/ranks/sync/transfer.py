@@ -145,9 +145,8 @@ class Transfer:
             elif place.data_ptr() != value.data_ptr():
                 place.copy_(value)
 
-        if round_.stay is not None:
-            # At once, so that nothing reads a cut any more.
-            (stay,) = _parts([round_.stay], self._cut_of)
+        # At once, so that nothing reads a cut any more.
+        for stay in _parts(round_.stay, self._cut_of):
             put(stays, stay)
 
         def into_place() -> None:
@@ -249,8 +248,7 @@ class Transfer:
             if in_mxfp8:
                 decode_(packed, arrived)
             self._unpack(packed, _parts(round_.runs, self._cut_of))
-            if round_.stay is not None:
-                (stay,) = _parts([round_.stay], self._cut_of)
+            for stay in _parts(round_.stay, self._cut_of):
                 if stay.data_ptr() != stays.data_ptr():
                     stay.copy_(stays)
 
