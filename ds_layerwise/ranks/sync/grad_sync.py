@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.plan.layout.layout import Bucket, Slot
+from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.layout.transfer_plan import deal
 from ds_layerwise.plan.layout.transport import sum_dtype
 from ds_layerwise.ranks.comm import comm
@@ -24,17 +24,6 @@ from ds_layerwise.ranks.sync.step_state import (
     nothing_reduced,
 )
 from ds_layerwise.ranks.sync.transfer import Transfer
-
-
-def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
-    """Copy ``gradient`` to the place of ``slot`` in ``memory``, which is the whole ``bucket``."""
-    if bucket.transport == "by_param":
-        first = bucket.offset_in_shard(slot)
-        rows = memory.view(bucket.holders, -1)[:, first : first + bucket.cut_of(slot)]
-        lay_in_rows(gradient.reshape(-1), rows)
-    else:
-        place = memory.narrow(0, slot.start - bucket.start, slot.numel)
-        place.view(gradient.shape).copy_(gradient)
 
 
 class GradSync:
@@ -373,10 +362,18 @@ class GradSync:
         gradients = []
         for slot in bucket.slots:
             param = self._params[slot.name]
-            if param.grad is not None:
-                _lay_in(memory, bucket, slot, param.grad)
-                gradients.append(param.grad)
-                param.grad = None
+            gradient = param.grad
+            if gradient is None:
+                continue
+            if bucket.transport == "by_param":
+                first = bucket.offset_in_shard(slot)
+                rows = memory.view(bucket.holders, -1)[:, first : first + bucket.cut_of(slot)]
+                lay_in_rows(gradient.reshape(-1), rows)
+            else:
+                place = memory.narrow(0, slot.start - bucket.start, slot.numel)
+                place.view(gradient.shape).copy_(gradient)
+            gradients.append(gradient)
+            param.grad = None
         self._scheduler.copied(gradients)
 
     def _exchange_sums(self) -> None:
