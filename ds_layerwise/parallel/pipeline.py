@@ -162,19 +162,6 @@ def elsewhere(
     )
 
 
-def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int] | None:
-    """Return the first parameter for which two stages have different values, and the numbers of
-    these stages.
-    """
-    first: dict[str, int] = {}
-    for index, stage in enumerate(stages):
-        for name, said in stage.items():
-            earlier = first.setdefault(name, index)
-            if stages[earlier][name] != said:
-                return name, earlier, index
-    return None
-
-
 def routes_of_all_stages(
     routes: Routes, param_groups: ParamGroups, group: comm.Group
 ) -> dict[str, Route]:
@@ -193,7 +180,7 @@ def routes_of_all_stages(
         every.update(theirs)
         said.append(texts)
     require_a_matrix(every.values())
-    if (found := _disagreement(said)) is not None:
+    if (found := comm.disagreement(said)) is not None:
         name, first, second = found
         raise LayoutError(
             f"{name} is shared by stages {first} and {second} of the pipeline, which would train "
@@ -211,7 +198,7 @@ def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
     Raises:
         LayoutError: a parameter is in different groups.
     """
-    if (found := _disagreement(stages)) is not None:
+    if (found := comm.disagreement(stages)) is not None:
         name, first, second = found
         raise LayoutError(
             f"{name} is shared by stages {first} and {second} of the pipeline, and is in "

@@ -157,12 +157,10 @@ def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:
     """
     sums = {name: checksum_of(value) for name, value in copies.items()}
     everyone = comm.gather_objects(sums, group=group)
-    for rank, theirs in enumerate(everyone):
-        for name in copies:
-            if theirs[name] != everyone[0][name]:
-                raise LayoutError(
-                    f"{name} {tuple(copies[name].shape)} has other values on tensor-parallel rank "
-                    f"{rank} than on rank 0, and no mark that says that it is cut; set "
-                    "param.tensor_model_parallel = True and param.partition_dim to the axis that "
-                    "is cut, or start from the same values"
-                )
+    if (found := comm.disagreement(everyone)) is not None:
+        name, _, rank = found
+        raise LayoutError(
+            f"{name} {tuple(copies[name].shape)} has other values on tensor-parallel rank {rank} "
+            "than on rank 0, and no mark that says that it is cut; set param.tensor_model_parallel "
+            "= True and param.partition_dim to the axis that is cut, or start from the same values"
+        )

@@ -386,6 +386,19 @@ def digest_of(items: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(items).encode()).hexdigest()[:12]
 
 
+def disagreement(everyone: Sequence[Mapping[Any, object]]) -> tuple[Any, int, int] | None:
+    """Return the first key for which two ranks have different values, and the numbers of these
+    ranks; None if all agree.
+    """
+    first: dict[Any, int] = {}
+    for rank, own in enumerate(everyone):
+        for key, value in own.items():
+            earlier = first.setdefault(key, rank)
+            if everyone[earlier][key] != value:
+                return key, earlier, rank
+    return None
+
+
 def same_on_all_ranks(
     what: str, items: Sequence[str], *, group: Group, placement: str = ""
 ) -> None:

@@ -197,13 +197,10 @@ class WholeWeights:
         for name in anywhere & self._params.keys():
             mine[name, self._parts.get(name, 0)] = checksum_of(self._params[name])
         everyone = comm.gather_objects(mine, group=self._model_group)
-        first: dict[tuple[str, int], tuple[int, int]] = {}
         with comm.errors_on_all_ranks():
-            for rank, sums in enumerate(everyone):
-                for place, value in sums.items():
-                    holder, expected = first.setdefault(place, (rank, value))
-                    if value != expected:
-                        raise _not_the_same(place[0], holder, rank, of="parts of the model on ")
+            if (found := comm.disagreement(everyone)) is not None:
+                (name, _), *ranks = found
+                raise _not_the_same(name, *ranks, of="parts of the model on ")
 
 
 def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: comm.Group) -> None:
