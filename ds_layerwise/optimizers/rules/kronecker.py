@@ -83,16 +83,14 @@ class Kronecker(KeptMoments):
         return {key: side for key, side in sides if side <= self.max_side}
 
     def squares(self, shape: Shape, *prefixes: str) -> States:
-        """Return a square for each side that has a factor, for each of ``prefixes``."""
-        specs = {}
+        """Return the number of steps, and a square for each side that has a factor, for each of
+        ``prefixes``.
+        """
+        specs = dict(COUNT)
         for prefix in prefixes:
             for key, side in self.sides(shape).items():
                 specs[prefix + key] = StateSpec((*shape[:-2], side, side))
         return specs
-
-    def averages(self, shape: Shape, *names: str) -> States:
-        """Return states of the parameter's own shape, and the number of steps."""
-        return {**self.like(shape, *names), **COUNT}
 
     def products(self, shape: Shape) -> int:
         """Return the FLOPs of a product with each factor, for all matrices."""

@@ -62,7 +62,7 @@ class Shampoo(Kronecker):
         moment for Adam's norm.
         """
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
-        return {**self.averages(shape, *moments), **self.squares(shape, "", "root_")}
+        return {**self.like(shape, *moments), **self.squares(shape, "", "root_")}
 
     def work(self, shape: Shape) -> int:
         """Return the FLOPs of an update: of the factors, of the products of momentum and roots, and
