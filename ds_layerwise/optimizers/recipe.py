@@ -127,11 +127,6 @@ class StateSpec:
         """The bytes of its stored form."""
         return state_bytes(math.prod(self.shape), self.kept_as or self.dtype)
 
-    @property
-    def rule_nbytes(self) -> int:
-        """The bytes of the form that a rule gets."""
-        return state_bytes(math.prod(self.shape), self.dtype)
-
 
 States = dict[str, StateSpec]
 

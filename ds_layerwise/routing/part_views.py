@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.config.overrides import Part, Split
+from ds_layerwise.optimizers.dtypes import DTYPE_BYTES
 from ds_layerwise.optimizers.recipe import Recipe, Shape, State, States
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 
@@ -177,8 +178,8 @@ class Parts:
             if not place.is_view:
                 copied += math.prod(place.shape)
         like = whole_states(recipe)
-        states = recipe.states((1, 1)).items()
-        return copied * (8 + sum(spec.rule_nbytes for key, spec in states if key in like))
+        states = recipe.states(_PROBE).items()
+        return copied * (8 + sum(DTYPE_BYTES[spec.dtype] for key, spec in states if key in like))
 
 
 def whole_states(recipe: Recipe) -> frozenset[str]:

@@ -26,7 +26,7 @@ from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.any_torch import MatrixTorch, ScalarTorch
-from ds_layerwise.optimizers.dtypes import StateDtype
+from ds_layerwise.optimizers.dtypes import StateDtype, state_bytes
 from ds_layerwise.optimizers.recipe import KEPT_BY, Hyper, KeptStates, Site
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules.muon_family import MatrixMomentum, Orthogonalized
@@ -420,6 +420,11 @@ def test_dtypes_of_states_are_what_is_kept(name, by_chance, dtype):
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
+def as_updated(spec):
+    """Return the bytes of the form that a rule gets."""
+    return state_bytes(math.prod(spec.shape), spec.dtype)
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_states_are_what_every_value_makes_of_them(name):
     shapes = [(16, 24), (24, 16), (3, 16, 24)] if for_matrices(RECIPES[name]) else [(33,)]
@@ -434,6 +439,6 @@ def test_states_are_what_every_value_makes_of_them(name):
             key: (spec.shape, f"torch.{spec.dtype}", "cpu" if spec.on_host else "meta")
             for key, spec in specs.items()}, (shape, given)
         on_device = [key for key, spec in specs.items() if not spec.on_host]
-        assert sum(specs[key].rule_nbytes for key in on_device) == sum(states[key].nbytes for key in on_device)
+        assert sum(as_updated(specs[key]) for key in on_device) == sum(states[key].nbytes for key in on_device)
     # A default keeps float32, so that these are all the bytes.
-    assert all(spec.nbytes == spec.rule_nbytes for spec in built(name, {}).states(shapes[0]).values())
+    assert all(spec.nbytes == as_updated(spec) for spec in built(name, {}).states(shapes[0]).values())
