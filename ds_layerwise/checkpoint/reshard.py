@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,16 @@ _WEIGHTS_ALONE = (
 class LoadPlan:
     """The copies that load a checkpoint into this rank's memory. Making a plan writes nothing."""
 
-    copies: list[Copy] = field(default_factory=list)
-    loaded: list[tuple[PieceRecord, frozenset[str]]] = field(default_factory=list)
+    copies: list[Copy]
+    loaded: list[tuple[PieceRecord, frozenset[str]]]
     """The memory that the copies write to: pieces with the keys of tensors; that of a master is
     empty.
     """
-    restarts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    restarts: dict[str, tuple[str, ...]]
     """The states that are reset to their initial values, by parameter; and the empty key where the
     master is set from the model's weights, because the checkpoint lacks it.
     """
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str]
     """The parameters whose state is not the checkpoint's, each with the reason."""
 
     def copy(self, *, quiet: bool) -> None:
@@ -187,7 +187,7 @@ def plan_load(
         LayerWiseError: a parameter has another size, lacks some of its elements, or has a state
             from which ``own`` cannot continue, and the two policies do not allow it to start fresh.
     """
-    plan = LoadPlan()
+    plan = LoadPlan(copies=[], loaded=[], restarts={}, reasons={})
     shapes = saved.header.shapes
     for piece in own:
         start = piece.param_start
