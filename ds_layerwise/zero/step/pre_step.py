@@ -56,7 +56,7 @@ class BeforeUpdate:
         Raises:
             LayerWiseError: on every rank, if no rank has had a backward pass, or if on any rank an
                 exception ended a backward pass of this step, so that gradients are missing, or
-                parameters have changed.
+                parameters have changed, or if ranks have different weights.
         """
         grad_sync = self._run.grad_sync
         idle = frozenset[str]()
@@ -84,16 +84,6 @@ class BeforeUpdate:
             grad_sync.reset()
             self._run.progress.forget_reductions()
             raise nothing_reduced()
-        self._settle_writes(bool(followed), bool(written))
-        return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
-
-    def _settle_writes(self, followed: bool, written: bool) -> None:
-        """Announce once that masters have followed written weights, and let owners have what any
-        rank has seen written. Search for other writes if it is time to.
-
-        Raises:
-            StepError: on every rank, if ranks have different weights.
-        """
         if followed and not self._has_announced:
             self._has_announced = True
             comm.report(
@@ -105,6 +95,7 @@ class BeforeUpdate:
         every = self._run.config.check_writes
         if every and (self._run.progress.state.updates + 1) % every == 0:
             self.weights.search()
+        return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
     def _reduce(self) -> Exception | None:
         """Finish the reductions of the step, and return the error of this rank, if there is one. It
