@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from ds_layerwise.routing.attention import (
     attentions_of,
     implementation_of,
 )
-from ds_layerwise.routing.routes import Routes
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.attention_hook import MEASURED, is_measured
 from ds_layerwise.zero.step.update import Step, StepObserver
@@ -61,7 +61,14 @@ class AttentionLogits(StepObserver):
             self._attentions = attentions_of(
                 run.model, self.clip, trained=run.params.keys(), tp_size=run.settings.tp_size
             )
-            _check_hooks(self._attentions, run.planned.routes)
+            for scaled in chain(*(attention.scaled for attention in self._attentions)):
+                # Such a rule restores the norm of weights, which undoes the scaling.
+                if getattr(run.planned.routes[scaled.name].recipe, "hyperball", None) is not None:
+                    raise RoutingError(
+                        f"layerwise.qk_clip scales {scaled.name} down, but hyperball restores its "
+                        "norm; remove one of the two, or set hyperball to null for queries and "
+                        "keys in layerwise.overrides"
+                    )
         self._compare()
         self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
         self._places: dict[nn.Module, tuple[Attention, slice]] = {}
@@ -305,22 +312,6 @@ class AttentionLogits(StepObserver):
             f"{count} attention module{'s' * (count != 1)}"
             f"{f', {frozen} of them frozen and left' * bool(frozen)}"
         )
-
-
-def _check_hooks(attentions: Sequence[Attention], routes: Routes) -> None:
-    """Refuse a rule that restores the norm of weights, which undoes the scaling.
-
-    Raises:
-        RoutingError: names the parameter.
-    """
-    for attention in attentions:
-        for scaled in attention.scaled:
-            if getattr(routes[scaled.name].recipe, "hyperball", None) is not None:
-                raise RoutingError(
-                    f"layerwise.qk_clip scales {scaled.name} down, but hyperball restores its "
-                    "norm; remove one of the two, or set hyperball to null for queries and keys in "
-                    "layerwise.overrides"
-                )
 
 
 def _indices(
