@@ -40,6 +40,9 @@ from ds_layerwise.zero.step.skipped_steps import SkippedSteps
 from ds_layerwise.zero.step.update import Step, StepObserver, timed, update
 from ds_layerwise.zero.step_progress import survivable
 
+#: The attributes in which DeepSpeed's engine keeps its hooks on the model.
+_HANDLES = ("module_forward_pre_hook", "module_forward_post_hook")
+
 
 class LayerWiseZeroOptimizer(ReportingOptimizer):
     """A ZeRO optimizer: whole matrices under one owner each, all other parameters cut by element.
@@ -498,7 +501,10 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
             hook.remove()
         group_pool.release(self._run)
         param_owner.release(self._params.values())
-        param_owner.unhook(self._engine())
+        for name in _HANDLES:
+            # With a hook of the engine, the model would keep all that it has in memory.
+            if (handle := getattr(self._engine(), name, None)) is not None:
+                handle.remove()
         for param in self._params.values():
             # The next engine may have another ``torch_autocast`` section, or none.
             param.__dict__.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)

@@ -32,9 +32,6 @@ _USES = (
     "reload_states",
 )
 
-#: The attributes in which DeepSpeed's engine keeps its hooks on the model.
-_HANDLES = ("module_forward_pre_hook", "module_forward_post_hook")
-
 
 def is_trained(param: Tensor) -> bool:
     """Tell whether an optimizer of this package takes the gradients of ``param``."""
@@ -69,15 +66,6 @@ def retire_owners(params: Iterable[Tensor]) -> None:
         for name in _USES:
             setattr(optimizer, name, _refuse)
         optimizer.checkpointing.prepare_load = _refuse
-
-
-def unhook(engine: Any) -> None:
-    """Take what ``engine``, which is destroyed, has hooked into the model: the model would keep the
-    engine, and all that it has, in memory.
-    """
-    for name in _HANDLES:
-        if (handle := getattr(engine, name, None)) is not None:
-            handle.remove()
 
 
 _refuse = refusing(
