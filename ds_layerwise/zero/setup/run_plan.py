@@ -123,8 +123,19 @@ def route(
         ConfigError: a setting does not go together with the routes.
     """
     config = run.layerwise
-    ep_sizes = _ep_sizes(model, optimizer, ep_size)
-    stacks = {name for name, param in _wants_training(model) if is_expert_stack(param)}
+    given = set()
+    for param_group in optimizer.param_groups:
+        given.update(param_group["params"])
+    stacks = set()
+    # The number of consecutive ranks that hold different experts under a name.
+    ep_sizes = {}
+    for name, param in _wants_training(model):
+        if is_expert_stack(param):
+            stacks.add(name)
+        if param in given:
+            ep_sizes[name] = 1
+            if is_moe_param(param):
+                ep_sizes[name] = ep_size(name, param.group_name)  # type: ignore[attr-defined]
     names = expert_names(ep_sizes, stacks)
     settings = RouteSettings(
         optimizer=optimizer.config,
@@ -362,24 +373,6 @@ def _tell_of_nodes(where: Sequence[int]) -> None:
         f"nodes have different numbers of ranks ({few([*map(str, counts)])}), so sums are not made "
         "inside nodes first; start the same number on each node"
     )
-
-
-def _ep_sizes(
-    model: nn.Module, optimizer: LayerWiseOptimizer, ep_size: Callable[[str, str], int]
-) -> dict[str, int]:
-    """Return the number of consecutive ranks that hold different experts under the name of a
-    trained parameter, by name.
-    """
-    given = set()
-    for param_group in optimizer.param_groups:
-        given.update(param_group["params"])
-    sizes = {}
-    for name, param in _wants_training(model):
-        if param in given:
-            sizes[name] = 1
-            if is_moe_param(param):
-                sizes[name] = ep_size(name, param.group_name)  # type: ignore[attr-defined]
-    return sizes
 
 
 def _compare(
