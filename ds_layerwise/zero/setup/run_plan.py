@@ -216,24 +216,20 @@ def _check_experts(
                         "expert_parallel.autoep_size to 1"
                     )
         elif is_moe_param(param):
-            _check_frozen_expert(name, run, lanes)
-
-
-def _check_frozen_expert(name: str, run: RunConfig, lanes: int) -> None:
-    if run.stage == 3:
-        setting, way_out = "zero_optimization.stage is 3", "set stage to 2"
-    elif run.layerwise.save_universal:
-        setting = "layerwise.save_universal is true"
-        way_out = "remove save_universal, and convert with `ds-layerwise to-universal`"
-    elif lanes > 1:
-        setting = "tensor-parallel ranks have different experts"
-        way_out = "set enable_expert_tensor_parallelism of deepspeed.moe.layer.MoE"
-    else:
-        return
-    raise ConfigError(
-        f"{setting}, and {name} belongs to an expert and is not trained, so that no rank knows all "
-        f"of them; train it, or {way_out}"
-    )
+            if run.stage == 3:
+                setting, way_out = "zero_optimization.stage is 3", "set stage to 2"
+            elif run.layerwise.save_universal:
+                setting = "layerwise.save_universal is true"
+                way_out = "remove save_universal, and convert with `ds-layerwise to-universal`"
+            elif lanes > 1:
+                setting = "tensor-parallel ranks have different experts"
+                way_out = "set enable_expert_tensor_parallelism of deepspeed.moe.layer.MoE"
+            else:
+                continue
+            raise ConfigError(
+                f"{setting}, and {name} belongs to an expert and is not trained, so that no rank "
+                f"knows all of them; train it, or {way_out}"
+            )
 
 
 def norm_groups_of(
