@@ -128,7 +128,13 @@ class FirstStep(StepObserver):
         Raises:
             StepError: on every rank, if an average differs on any; nothing was updated.
         """
-        self._compares = self.looks and not step.decision.skipped and not self._is_by_hand()
+        self._compares = self.looks and not step.decision.skipped
+        if self._compares and any(comm.gather_objects(self._run.grad_sync.by_hand, group=None)):
+            self._compares = False
+            comm.warn(
+                "layerwise.verify_first_step waits for the next step: gradients of this one were "
+                "set by hand"
+            )
         if not self._compares:
             return
         most = max((local.passes for local in self._kept.values()), default=1)
@@ -138,16 +144,6 @@ class FirstStep(StepObserver):
         self._raise_first(different, "nothing was updated")
         squares = self._compute_all(step)
         self._raise_first(self._different_factors(step.decision, squares), "nothing was updated")
-
-    def _is_by_hand(self) -> bool:
-        """Tell whether gradients of this step come from something other than backward passes."""
-        by_hand = any(comm.gather_objects(self._run.grad_sync.by_hand, group=None))
-        if by_hand:
-            comm.warn(
-                "layerwise.verify_first_step waits for the next step: gradients of this one were "
-                "set by hand"
-            )
-        return by_hand
 
     def _different_averages(self, passes: int) -> list[_Difference]:
         """Compare the averages at their owners with those of the gradients kept here.
