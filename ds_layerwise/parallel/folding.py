@@ -19,11 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from ds_layerwise.routing.tensor_marks import is_expert_stack
 
 
-def is_router(param: nn.Parameter) -> bool:
-    """Tell whether ``param`` belongs to a router of AutoEP."""
-    return hasattr(param, "ds_autoep_folding_param_family")
-
-
 def divide_experts(params: Iterable[nn.Parameter], by: int) -> list[RemovableHandle]:
     """Divide gradients where they reach those of ``params`` that are stacks of experts. Return the
     hooks.

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
-from ds_layerwise.parallel import folding, pipeline
+from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.forecast import kept_dtypes, wires_of
 from ds_layerwise.plan.forecast.memory import owner_dtype, pieces_on_host, state_bytes_of
 from ds_layerwise.ranks.comm import comm, group_pool
@@ -197,7 +197,9 @@ class RunState:
             native=planned.reduction == "native",
         )
         if settings.lanes > 1:
-            routers = filter(lambda name: folding.is_router(self.params[name]), self.pieces)
+            # AutoEP marks the parameters of its routers.
+            mark = "ds_autoep_folding_param_family"
+            routers = filter(lambda name: hasattr(self.params[name], mark), self.pieces)
             self.owned.reduced.add_lanes(settings.tensor_group, routers)
 
         with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
