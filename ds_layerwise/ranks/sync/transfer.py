@@ -247,24 +247,21 @@ class Transfer:
         def into_place() -> None:
             if in_mxfp8:
                 decode_(packed, arrived)
-            self._unpack(packed, _parts(round_.runs, self._cut_of))
+            cuts = _parts(round_.runs, self._cut_of)
+            if not _on_host(cuts, beside=packed):
+                unpack(packed, cuts)
+            else:
+                self._leaving.wait()
+                self._outgoing = self._outgoing or SideStream()
+                self._outgoing.follow()
+                with self._outgoing:
+                    unpack(packed, cuts)
+                self._leaving = comm.Pending([self._outgoing.moment()], keep=packed)
             for stay in _parts(round_.stay, self._cut_of):
                 if stay.data_ptr() != stays.data_ptr():
                     stay.copy_(stays)
 
         return comm.Pending([work], into_place, keep=sent)
-
-    def _unpack(self, packed: Tensor, cuts: list[Tensor]) -> None:
-        """Copy the parts of ``packed`` into ``cuts``, or begin to if any is in host memory."""
-        if not _on_host(cuts, beside=packed):
-            unpack(packed, cuts)
-            return
-        self._leaving.wait()
-        self._outgoing = self._outgoing or SideStream()
-        self._outgoing.follow()
-        with self._outgoing:
-            unpack(packed, cuts)
-        self._leaving = comm.Pending([self._outgoing.moment()], keep=packed)
 
 
 def _split(round_: Round, shard: Tensor) -> tuple[Tensor, ...]:
