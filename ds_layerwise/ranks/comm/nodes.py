@@ -8,16 +8,19 @@ import os
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from torch import distributed
 
 from ds_layerwise.ranks.comm import comm
 
+#: The ranks of a group, in its order.
+Ranks = tuple[int, ...]
+
 #: Groups made from a group of all ranks, by their ranks. torch frees none before the parent group
 #: ends.
-_levels: weakref.WeakKeyDictionary[comm.Group, dict[tuple[int, ...], comm.Group]] = (
+_levels: weakref.WeakKeyDictionary[comm.Group, dict[Ranks, comm.Group]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -74,7 +77,7 @@ def counts_on_nodes(ranks: Iterable[int], nodes: Sequence[int]) -> tuple[int, ..
 
 
 def make_levels(
-    groups: Mapping[int, comm.Group], nodes: Sequence[int], *, wants: bool = True
+    groups: comm.Groups, nodes: Sequence[int], *, wants: bool = True
 ) -> dict[int, tuple[comm.Group, comm.Group]]:
     """Return the group of this rank's node, and the group of the ranks in its place on all nodes,
     by key of ``groups``.
@@ -114,7 +117,7 @@ def send_both_ways(groups: Iterable[comm.Group], nodes: Sequence[int]) -> None:
         comm.send_both_ways(wanted[ranks], opposite)
 
 
-def _make_groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], comm.Group]:
+def _make_groups(wanted: Iterable[Ranks]) -> dict[Ranks, comm.Group]:
     """Make the groups that this rank is in, by their ranks, while the other ranks make theirs."""
     everyone = comm.gather_objects(sorted(set(wanted)), group=None)
     left = sorted(set(chain(*everyone)))
@@ -125,7 +128,7 @@ def _make_groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], com
     while left:
         # A group made by itself would be a split of the whole world. Groups that share no rank are
         # made in one split.
-        at_once: list[tuple[int, ...]] = []
+        at_once: list[Ranks] = []
         for ranks in left:
             if not at_once or (splits and set(ranks).isdisjoint(chain(*at_once))):
                 at_once.append(ranks)
