@@ -70,6 +70,10 @@ class _Kind(NamedTuple):
     numel: int
 
 
+#: Work and elements, or shares of both, of a parameter of each kind.
+_Sizes = Mapping[_Kind, tuple[int, int]]
+
+
 @dataclass(slots=True)
 class _Placed:
     """The parameters on each shard, and the resulting loads."""
@@ -136,8 +140,8 @@ def _is_better_trade(by_both: _Placed, by_work: _Placed, total_work: int, total_
 def _longest_first(
     counts: Mapping[_Kind, int],
     world_size: int,
-    exact: Mapping[_Kind, tuple[int, int]],
-    shares: Mapping[_Kind, tuple[int, int]] | None = None,
+    exact: _Sizes,
+    shares: _Sizes | None = None,
 ) -> _Placed:
     """Place parameters with the most work first, on the ranks with the least work, then elements,
     then number.
@@ -190,7 +194,7 @@ def _longest_first(
     return placed
 
 
-def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
+def _swap(placed: _Placed, exact: _Sizes) -> None:
     """Swap parameters between shards while that lowers the maximum of work, then of elements,
     without raising the other maximum.
     """
