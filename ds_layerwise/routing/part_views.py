@@ -192,13 +192,17 @@ def _suffix(name: str) -> str:
     return f".{name}" if name else ""
 
 
-def _size_of(runs: list[tuple[int, int]]) -> int:
+#: The sizes and strides of runs that make up an axis.
+_Runs = list[tuple[int, int]]
+
+
+def _size_of(runs: _Runs) -> int:
     return math.prod(size for size, _ in runs)
 
 
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _joined(runs: _Runs) -> _Runs:
     """Return ``runs`` of one axis, from the outside in, merged as far as their strides allow."""
-    joined: list[tuple[int, int]] = []
+    joined: _Runs = []
     for size, stride in runs:
         if size == 1:
             continue
