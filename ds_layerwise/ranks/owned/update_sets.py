@@ -11,6 +11,10 @@ from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.routing.routes import Route, Routes
 
 
+#: Rows and columns of a matrix.
+_Sides = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Matrices:
     """The matrices of one parameter: one, a batch of them, or parts of different shapes."""
@@ -18,7 +22,7 @@ class Matrices:
     name: str
     alike: Hashable
     """A key, equal for parameters that one update may combine."""
-    numels: Mapping[tuple[int, int], int]
+    numels: Mapping[_Sides, int]
     """The number of elements in all its matrices of a shape, by (rows, cols), sorted."""
     most: int
     """The number of elements of one shape up to which others are added; with 0 it adds none and is
@@ -35,7 +39,7 @@ def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices,
         buckets: the matrices of one rank, by bucket.
     """
     # The parameters that may be added, by kind and shapes, next turn first.
-    waiting: dict[Hashable, dict[tuple[tuple[int, int], ...], deque[tuple[int, Matrices]]]] = {}
+    waiting: dict[Hashable, dict[tuple[_Sides, ...], deque[tuple[int, Matrices]]]] = {}
     for index in reversed(range(len(buckets))):
         for matrices in buckets[index]:
             if matrices.most:
@@ -62,7 +66,7 @@ def _take_along(
     """Take matrices that fill up the batches of ``own``, all of one bucket, from ``queues`` of
     lower buckets.
     """
-    filled: Counter[tuple[int, int]] = Counter()
+    filled: Counter[_Sides] = Counter()
     for matrices in own:
         filled.update(matrices.numels)
     for queue in queues:
@@ -158,7 +162,7 @@ def _matrices(piece: Piece, route: Route, alone: str, most: int, tp_size: int) -
     if alone:
         most = 0
     most = min(most, route.recipe.full_batch_numel)
-    numels: Counter[tuple[int, int]] = Counter()
+    numels: Counter[_Sides] = Counter()
     if most:
         for seen in route.seen(piece.numel).values():
             shape = route.multiplied(seen, tp_size)
