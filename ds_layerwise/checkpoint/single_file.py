@@ -28,9 +28,10 @@ from ds_layerwise.checkpoint.record import Header, Pieces, in_one_piece
 from ds_layerwise.checkpoint.regular import describe, header_of, ours_of
 from ds_layerwise.errors import LayerWiseError
 
-#: The end and the checksum of blocks, by the name of a tensor in the file and the block's first
-#: element.
-Sums = Mapping[str, Mapping[int, tuple[int, int]]]
+#: The end and the checksum of blocks, by the block's first element; and by the name of a tensor in
+#: the file.
+Blocks = dict[int, tuple[int, int]]
+Sums = Mapping[str, Blocks]
 
 #: The number of elements of a block; the last block of a rank may be shorter.
 _BLOCK = 1 << 20
@@ -42,7 +43,7 @@ _DIGEST = hashlib.sha256().digest_size
 _SAVE = "save"
 
 
-def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
+def sums_of(values: Tensor, start: int = 0) -> Blocks:
     """Return an entry of :data:`Sums`, for the elements of a tensor from ``start`` on."""
     flat = values.reshape(-1)
     found = {}

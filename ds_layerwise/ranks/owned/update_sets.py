@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.routing.routes import Route, Routes
 
-
 #: Rows and columns of a matrix.
 _Sides = tuple[int, int]
 

@@ -19,6 +19,7 @@ from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.checkpoint.reshard import untrained
 from ds_layerwise.checkpoint.single_file import (
     HEADER,
+    Blocks,
     Sums,
     name_in_file,
     sums_of,
@@ -115,7 +116,7 @@ class _Part:
     shape: Shape
     """The shape of the whole tensor."""
     dtype: torch.dtype
-    sums: dict[int, tuple[int, int]]
+    sums: Blocks
 
 
 def _parts_of(named: Mapping[str, Tensor]) -> tuple[dict[str, dict[int, _Part]], Sums]:
@@ -138,7 +139,7 @@ def _parts_of(named: Mapping[str, Tensor]) -> tuple[dict[str, dict[int, _Part]],
             sums_of(held, start),
         )
     parts: dict[str, dict[int, _Part]] = {}
-    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    sums: dict[str, Blocks] = {}
     for of_rank in comm.gather_objects(mine, group=None):
         for name, part in of_rank.items():
             # Ranks that hold the same elements hold the same values.
