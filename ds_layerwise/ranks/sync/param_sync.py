@@ -105,10 +105,10 @@ class ParamSync:
                     self._chained.append(pending)
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Wait for those of ``indices`` that are pending."""
+        """Wait for those of ``indices`` that are pending, last bucket first."""
         with self._lock:
             self._begin_last()
-            for index in indices:
+            for index in sorted(indices, reverse=True):
                 if index in self._pending:
                     # Work that continues on the stream of the launch assumes that the collective is
                     # finished, and gets the memory in which it was sent.
@@ -123,12 +123,11 @@ class ParamSync:
         for param in params:
             if param in self._index_of:
                 indices.add(self._index_of[param])
-        self.wait(sorted(indices, reverse=True))
+        self.wait(indices)
 
     def finish(self) -> None:
         """Wait for everything that is pending."""
-        with self._lock:
-            self.wait(sorted(self._pending, reverse=True))
+        self.wait(self._pending)
         self._transfer.restart()
 
     def _begin_last(self) -> None:
