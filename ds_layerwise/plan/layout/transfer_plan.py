@@ -220,10 +220,18 @@ def deal(
                 table += shards[owner][1]
             placement = Placement(*np.array(table, np.int64).reshape(-1, len(Placement._fields)).T)
             bucket_of = {owner: index for owner, (index, _) in shards.items()}
-            indices = frozenset(bucket_of.values())
-            some = same[0]
-            kept = (bucket_of, indices, placement, by_param, some.in_mxfp8)
-            deals.append(Deal(ep_size, dtype, some.holders, *kept))
+            deals.append(
+                Deal(
+                    ep_size,
+                    dtype,
+                    same[0].holders,
+                    bucket_of,
+                    frozenset(bucket_of.values()),
+                    placement,
+                    by_param,
+                    same[0].in_mxfp8,
+                )
+            )
     return deals
 
 
