@@ -27,11 +27,6 @@ class Draft:
     offsets: Sequence[int]
     transport: Transport = "even"
 
-    @property
-    def position(self) -> int:
-        """The position of the bucket's last gradient in the backward pass."""
-        return max(item.position for item in self.items)
-
 
 def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) -> list[list[Item]]:
     """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may have

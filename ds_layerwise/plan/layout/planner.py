@@ -98,7 +98,7 @@ def plan_layout(
     drafts += _balance(owned, world_size, bucket_numel, limit, alignment)
     # A bucket can be reduced when its last gradient is complete. In this order no bucket waits for
     # a later one.
-    drafts.sort(key=lambda draft: draft.position)
+    drafts.sort(key=lambda draft: max(item.position for item in draft.items))
     return Layout(policy, world_size, alignment, _assemble(drafts, param_wire))
 
 
