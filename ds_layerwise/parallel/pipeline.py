@@ -226,15 +226,6 @@ def lacks_files(model: nn.Module) -> bool:
     return any(spec.forward_fn for spec in shared_modules(model))
 
 
-def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
-    """Return the weights that other stages also have, each with its ranks, in the same order on all
-    of them.
-    """
-    if not isinstance(model, PipelineModule):
-        return []
-    return list(model.get_tied_weights_and_groups())
-
-
 def check_copies(copies: Set[str], trained: Collection[str]) -> None:
     """Check before the first step that parameters which another stage saves for this one are not
     trained here independently.

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
-from ds_layerwise.parallel import pipeline
+from ds_layerwise.parallel.pipeline import is_pipeline
 from ds_layerwise.plan.forecast.forecast import kept_dtypes, wires_of
 from ds_layerwise.plan.forecast.memory import owner_dtype, pieces_on_host, state_bytes_of
 from ds_layerwise.ranks.comm import comm, group_pool
@@ -102,7 +102,9 @@ class RunState:
         """The parameters that other pipeline stages hold as well, each with the group of the ranks
         that hold it.
         """
-        for weight, group in pipeline.tied_weights(model):
+        stages: Any = model
+        # In the same order on all stages.
+        for weight, group in stages.get_tied_weights_and_groups() if is_pipeline(model) else ():
             self.tied += [(name, group) for name, param in self.params.items() if param is weight]
 
     def allocate(self) -> None:
