@@ -44,6 +44,9 @@ from ds_layerwise.orthogonalize.symmetric import ALIGNMENT
 
 NsMethod = Literal["gram", "standard"]
 
+#: Returns a tensor for a tensor.
+Change = Callable[[Tensor], Tensor]
+
 #: The coefficients ``(a, b, c)`` of each step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -223,11 +226,11 @@ def iterate(
     x: Tensor,
     coefficients: Coefficients,
     *,
-    normalise: Callable[[Tensor], Tensor],
+    normalise: Change,
     transposed: bool,
     standard: bool,
     dtype: torch.dtype,
-    total: Callable[[Tensor], Tensor] = lambda gram: gram,
+    total: Change = lambda gram: gram,
 ) -> Tensor:
     """Run the steps on ``(k, rows, cols)`` matrices, or on parts of them.
 
@@ -261,7 +264,7 @@ def iterate(
     return x[:, :rows, :cols]
 
 
-def _factor(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
+def _factor(x: Tensor, coefficients: Coefficients, total: Change) -> Tensor:
     """Return Q with X_k = Q X_0, where X_0 is ``x``. It is a polynomial in the Gram matrix of X_0,
     so all factors here commute.
     """

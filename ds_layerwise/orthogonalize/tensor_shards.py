@@ -19,7 +19,7 @@ have such a permutation if a fused projection is cut part by part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Literal, Protocol
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_layerwise.orthogonalize.newton_schulz import Coefficients, iterate, to_peak_1
+from ds_layerwise.orthogonalize.newton_schulz import Change, Coefficients, iterate, to_peak_1
 
 #: The axis of rows, or of columns.
 Axis = Literal[-2, -1]
@@ -123,9 +123,7 @@ def newton_schulz_of_shards(
     return x.to(shards.dtype)
 
 
-def at_all(
-    shards: Tensor, function: Callable[[Tensor], Tensor], *, axis: Axis, peers: ShardPeers
-) -> Tensor:
+def at_all(shards: Tensor, function: Change, *, axis: Axis, peers: ShardPeers) -> Tensor:
     """Return this rank's part of ``function`` of whole ``(k, rows, cols)`` matrices, which every
     rank computes.
     """
@@ -135,7 +133,7 @@ def at_all(
 
 def at_owners(
     shards: Sequence[Tensor],
-    function: Callable[[Tensor], Tensor],
+    function: Change,
     *,
     work: Sequence[int],
     axis: Axis,
