@@ -23,7 +23,7 @@ Note: where each of gloo's collectives is fast
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,15 +58,12 @@ class Wire:
     inside: Group = None
     across: Group = None
     one_node: bool = False
-    rank: int = field(init=False)
-    size: int = field(init=False)
-    per_node: int = field(init=False)
-    """The number of ranks of ``inside``; 1 if it is None."""
 
     def __post_init__(self) -> None:
         self.rank = comm.rank_of(self.group)
         self.size = comm.size_of(self.group)
         self.per_node = 1 if self.inside is None else comm.size_of(self.inside)
+        """The number of ranks of ``inside``; 1 if it is None."""
 
     def connect(self, device: torch.device) -> None:
         """Send something from each rank to every other. Every rank of the group must call this at
