@@ -157,10 +157,11 @@ class StateAccess:
         own = self._run.grad_sync.local_sum(name)
         if own is not None:
             return own.view(self._run.shapes[name]).clone()
-        divisor = self._run.grad_sync.divisor()
+        # It raises an error if there are none.
+        self._run.grad_sync.divisor()
         self._owned.reduced.average_over_lanes(name)
         # After a refused step, some ranks may have averages already, and others not.
-        return self._whole(name, lambda name: self._owned.reduced.piece(name).float() / divisor)
+        return self._whole(name, self._owned.reduced.average)
 
     @torch.no_grad()
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
