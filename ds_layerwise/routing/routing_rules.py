@@ -162,7 +162,15 @@ def route_parameters(
     """
     layerwise, elsewhere, tp_size = settings.layerwise, settings.elsewhere, settings.tp_size
     names = {param: name for name, param in model.named_parameters()}
-    group_of = _groups_of(names, param_groups)
+    group_of = {}
+    for index, param_group in enumerate(param_groups):
+        for param in param_group["params"]:
+            if param not in names:
+                raise RoutingError(
+                    f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that "
+                    "the model does not have; pass parameters of the model given to initialize()"
+                )
+            group_of[names[param]] = index
     holders = holders_of(model)
     heads = output_heads(model, elsewhere)
     trained = _trained(names, group_of, is_part=elsewhere is not None)
@@ -349,20 +357,6 @@ def _by_width(route: Route, subject: Subject) -> Route:
     if found == route:
         return found
     return found.because(f"rate x {lr:g} by width" if route.lr is None else "eps by width")
-
-
-def _groups_of(names: Mapping[nn.Parameter, str], param_groups: ParamGroups) -> dict[str, int]:
-    """Return the index of each parameter's group, by name."""
-    groups = {}
-    for index, group in enumerate(param_groups):
-        for param in group["params"]:
-            if param not in names:
-                raise RoutingError(
-                    f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that "
-                    "the model does not have; pass parameters of the model given to initialize()"
-                )
-            groups[names[param]] = index
-    return groups
 
 
 def _trained(
