@@ -56,7 +56,19 @@ class SkippedSteps(StepObserver):
         decision = step.decision
         if decision.above is not None:
             self._in_a_row += 1
-            self._judge_norm(decision.above, step.number)
+            self._above += 1
+            why = (
+                f"the norm of its gradients, {decision.above:g}, is above "
+                "layerwise.grad_norm_skip_threshold, which is "
+                f"{self._run.config.grad_norm_skip_threshold:g}"
+            )
+            self._end_if_too_many(step.number, lambda: f"{why}; raise the threshold,")
+            # The first, second, fourth, ... such step.
+            if self._above.bit_count() == 1:
+                comm.warn(
+                    f"step {step.number} was skipped: {why} ({self._above} such steps in this "
+                    f"process, {self._in_a_row} consecutive skipped steps)"
+                )
         elif not decision.overflow:
             self._in_a_row = 0
         elif _is_at_its_end(scaler):
@@ -81,22 +93,6 @@ class SkippedSteps(StepObserver):
         """Forget the gradients of the current step."""
         if self.looks:
             self._finite.fill_(True)
-
-    def _judge_norm(self, norm: float, step: int) -> None:
-        """Warn at the first, second, fourth, ... step skipped for its norm, and end a run that only
-        skips.
-        """
-        self._above += 1
-        why = (
-            f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, "
-            f"which is {self._run.config.grad_norm_skip_threshold:g}"
-        )
-        self._end_if_too_many(step, lambda: f"{why}; raise the threshold,")
-        if self._above.bit_count() == 1:
-            comm.warn(
-                f"step {step} was skipped: {why} ({self._above} such steps in this process, "
-                f"{self._in_a_row} consecutive skipped steps)"
-            )
 
     def _judge(self, step: int) -> None:
         self._end_if_too_many(step, lambda: f"{self._blame()};")
