@@ -188,16 +188,14 @@ class UpdateHooks(Recipe):
             update: ``(k, rows, cols)``; overwritten.
             scale: greater than 0; it has no effect if a hook determines the size of the update.
         """
-        if self.sizing_hook is None and self.radial_brake is None:
-            add_(params, unstack(update, params), hyper.of(lambda now: -now.lr * scale))
-            return
-        matrices = matrices_of(params)
-        before = norms(matrices)
-        if isinstance(self.hyperball, float):
-            before = torch.full_like(before, self.hyperball)
-        if self.sizing_hook is not None:
-            update.mul_(_ratio(before, norms(update.unbind())).view(-1, 1, 1))
-            scale = 1.0
+        if self.sizing_hook is not None or self.radial_brake is not None:
+            matrices = matrices_of(params)
+            before = norms(matrices)
+            if isinstance(self.hyperball, float):
+                before = torch.full_like(before, self.hyperball)
+            if self.sizing_hook is not None:
+                update.mul_(_ratio(before, norms(update.unbind())).view(-1, 1, 1))
+                scale = 1.0
         add_(params, unstack(update, params), hyper.of(lambda now: -now.lr * scale))
         if self.hyperball is not None:
             torch._foreach_mul_(matrices, _ratio(before, norms(matrices)).unbind())
