@@ -144,14 +144,13 @@ class Soap(Kronecker):
         step: int,
         hyper: Hyper,
     ) -> Tensor | None:
-        if not self.lagged_basis:
-            self._learn(grad, state, step, hyper)
-            return self._adam(grad, state, step, hyper)
-        # Compute the result first, so that it does not depend on the new bases.
         update = None
-        if step > 1:
+        if self.lagged_basis and step > 1:
+            # First, so that the result does not depend on the new bases.
             update = self._adam(grad, state, step - 1, hyper)
         self._learn(grad, state, step, hyper)
+        if not self.lagged_basis:
+            update = self._adam(grad, state, step, hyper)
         return update
 
     def _adam(self, grad: Tensor, state: State, count: int, hyper: Hyper) -> Tensor:
