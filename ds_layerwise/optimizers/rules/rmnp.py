@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.recipe import Shape, Site
 from ds_layerwise.optimizers.rules.muon_family import ScaledByShape
-from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, Tensors, most_together
-from ds_layerwise.orthogonalize.newton_schulz import TINY
+from ds_layerwise.orthogonalize.batching import Tensors
+from ds_layerwise.orthogonalize.newton_schulz import TINY, padded_batch
 from ds_layerwise.orthogonalize.tensor_modes import TpMode
 
 
@@ -50,8 +49,8 @@ class Rmnp(ScaledByShape):
         """Return the bytes of directions and updates of as many matrices as it takes at a time,
         with l2 or cautious decay of more, or those of the hook after it.
         """
-        *batch, rows, cols = shape
-        together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
+        rows, cols = shape[-2:]
+        together, *_ = padded_batch(shape)
         copies = max(2 + (self.weight_decay_method == "l2"), 4 * self.cautious_weight_decay)
         lines = 4 * (rows + cols)
         return max(4 * together * (copies * rows * cols + lines), self.hook_workspace(shape))
