@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from ds_layerwise.plan.layout.layout import Shards
-from ds_layerwise.plan.layout.owners import Item
+from ds_layerwise.plan.layout.owners import Item, Items
 from ds_layerwise.plan.layout.transport import Transport, padded, transport_of
 
 
@@ -22,7 +22,7 @@ class Draft:
 
     whole: bool
     shards: Shards
-    items: Sequence[Item]
+    items: Items
     """In memory order."""
     offsets: Sequence[int]
     transport: Transport = "even"
@@ -49,7 +49,7 @@ def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) 
     return buckets
 
 
-def draft_split(items: Sequence[Item], holders: int, alignment: int, transport: Transport) -> Draft:
+def draft_split(items: Items, holders: int, alignment: int, transport: Transport) -> Draft:
     """Lay out ``items`` back to back, cut into equal shards; for ``by_param`` each with room for
     ``holders`` equal, aligned cuts.
     """
@@ -60,7 +60,7 @@ def draft_split(items: Sequence[Item], holders: int, alignment: int, transport: 
     return Draft(False, shards, items, offsets, transport)
 
 
-def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, shard: int) -> Draft:
+def draft_owned(items: Items, owners: Iterable[int], holders: int, shard: int) -> Draft:
     """Lay out whole parameters with one owner each, in shards of ``shard`` elements."""
     in_order = []
     offsets = []
@@ -73,9 +73,7 @@ def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, shar
     return Draft(True, Shards(((holders, shard),)), in_order, offsets)
 
 
-def draft_balanced(
-    items: Sequence[Item], owners: Iterable[int], holders: int, alignment: int
-) -> Draft:
+def draft_balanced(items: Items, owners: Iterable[int], holders: int, alignment: int) -> Draft:
     """Lay out whole parameters with one owner each, for the transport that sends less."""
     lengths = {}
     in_order = []
@@ -91,7 +89,7 @@ def draft_balanced(
     return Draft(True, Shards.of(lengths, holders), in_order, offsets, "cuts")
 
 
-def _by_rank(items: Sequence[Item], owners: Iterable[int]) -> dict[int, list[Item]]:
+def _by_rank(items: Items, owners: Iterable[int]) -> dict[int, list[Item]]:
     """Return the items of each owner that has any, in the order of ranks."""
     by_rank = defaultdict(list)
     for item, owner in zip(items, owners, strict=True):
@@ -108,9 +106,9 @@ _PART_OF_MODEL = 16
 class Rows:
     """The parts of a stream: the rows, and the rest."""
 
-    buckets: Sequence[Sequence[Item]]
+    buckets: Sequence[Items]
     """Buckets of one row or several. Parameter i of a row belongs to shard i."""
-    rest: Sequence[Item]
+    rest: Items
     """In backward order."""
     owners: Mapping[int, int]
     """The owners of the parameters that are in no row, by position."""
@@ -131,7 +129,7 @@ def row_limit(bucket_numel: int, model_numel: int) -> int:
 
 
 def take_rows(
-    items: Sequence[Item], owners: Mapping[int, int], holders: int, *, bucket_numel: int, limit: int
+    items: Items, owners: Mapping[int, int], holders: int, *, bucket_numel: int, limit: int
 ) -> Rows:
     """Take as many rows out of a stream as its owners allow.
 

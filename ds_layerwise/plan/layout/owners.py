@@ -62,6 +62,13 @@ class Item(NamedTuple):
     ep_size: int
 
 
+#: Parameters in some order.
+Items = Sequence[Item]
+
+#: The owner of each parameter, by position.
+Owners = dict[int, int]
+
+
 class _Kind(NamedTuple):
     """The sizes of parameters that are interchangeable."""
 
@@ -84,7 +91,7 @@ class _Placed:
     """Work and elements by rank: (2, ranks)."""
 
 
-def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[int, int]:
+def choose_owners(buckets: Sequence[Items], world_size: int) -> Owners:
     """Return the owners of the parameters of ``buckets`` by position. Each bucket has one
     ``ep_size``.
     """
@@ -95,7 +102,7 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
         for item in bucket:
             by_kind[_Kind(item.ep_size, item.work, item.numel)].append(item.position)
     placed = _place({kind: len(positions) for kind, positions in by_kind.items()}, world_size)
-    owners: dict[int, int] = {}
+    owners: Owners = {}
     for kind, positions in by_kind.items():
         in_model_order = sorted(positions, reverse=True)
         owners.update(zip(in_model_order, placed[kind], strict=True))
@@ -325,9 +332,7 @@ class _Swaps:
                 self._loads[:, taker] += self._sizes[kind][:, None]
 
 
-def spread(
-    buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int
-) -> dict[int, int]:
+def spread(buckets: Sequence[Items], owners: Owners, world_size: int) -> Owners:
     """Let equal parameters change owners, so that the shards of each bucket become even and no
     rank's total changes.
     """
@@ -417,7 +422,7 @@ class _Takers:
         return found, passed
 
 
-def _longest_shards(buckets: Iterable[Sequence[Item]], owners: dict[int, int]) -> int:
+def _longest_shards(buckets: Iterable[Items], owners: Owners) -> int:
     """Return the sum over buckets of the longest shard, which determines the time of the
     collectives.
     """
