@@ -49,6 +49,10 @@ _WRAPPERS = re.compile(
 )
 
 
+#: Weights of output heads, each with the reason.
+Heads = Iterator[tuple[Tensor, str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
     """Facts about the other stages of a pipeline, so that decisions are those for the whole
@@ -158,7 +162,7 @@ def head_names(model: nn.Module) -> Counter[str]:
     return Counter(map(_numberless, _ends(model)))
 
 
-def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Tensor, str]]:
+def known_heads(model: nn.Module, names: Mapping[str, int]) -> Heads:
     """Yield the heads that have a head's name, or that ``model`` or one of its modules declares.
 
     Args:
@@ -208,7 +212,7 @@ def _widens_input(module: nn.Module, first: nn.Module) -> bool:
     )
 
 
-def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
+def _last(model: nn.Module, others: Elsewhere) -> Heads:
     """Yield the last linear layer, if it is a head by its shape, that of a table, or by its
     position.
     """
@@ -255,7 +259,7 @@ def _surroundings(model: nn.Module, end: str) -> tuple[bool, bool]:
     return in_list, beside_matrix
 
 
-def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+def _last_kernel(model: nn.Module) -> Heads:
     """Yield the last convolution of an image model, if it has as many outputs as the first one has
     input channels.
     """
