@@ -125,20 +125,21 @@ class GradSync:
 
         That of a cut is the gradient memory, if that has the dtype of sums.
         """
-        if bucket.index not in self._in_cuts:
-            return self._shard(bucket.index)
+        index = bucket.index
+        if index not in self._in_cuts:
+            return self._shard(index)
         dtype = DTYPES[self._sum_dtype(bucket)]
-        if self._adds and bucket.index in self._cuts:
-            self._cuts[bucket.index] = self._cuts[bucket.index].to(dtype)
-        if bucket.index not in self._cuts:
+        if self._adds and index in self._cuts:
+            self._cuts[index] = self._cuts[index].to(dtype)
+        if index not in self._cuts:
             if self._grads is None and not self._adds:
-                dtype = self.reduced.kept.tensors[bucket.index].dtype
-            if self._grads is not None and self._grads.tensors[bucket.index].dtype == dtype:
+                dtype = self.reduced.kept.tensors[index].dtype
+            if self._grads is not None and self._grads.tensors[index].dtype == dtype:
                 cut = self._grads.cut(bucket, self.rank)
             else:
                 cut = torch.empty(bucket.cut_numel, dtype=dtype, device=self._device)
-            self._cuts[bucket.index] = cut
-        return self._cuts[bucket.index]
+            self._cuts[index] = cut
+        return self._cuts[index]
 
     @property
     def cuts(self) -> tuple[Tensor, ...]:

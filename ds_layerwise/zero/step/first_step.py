@@ -218,20 +218,21 @@ class FirstStep(StepObserver):
         Raises:
             Exception: on every rank, if a rule refuses on any, or a script's optimizer raises.
         """
-        keys = ["", *self._run.config.norm_groups]
-        squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
-        layout = self._run.planned.layout
+        run = self._run
+        keys = ["", *run.config.norm_groups]
+        squares = torch.zeros(len(keys), dtype=widest_float(), device=run.device)
+        layout = run.planned.layout
         failed = Attempt()
         for index, spec in enumerate(self._specs):
             name = spec.name
-            group = self._run.group_of(name)
-            grad = self._run.whole(name, self._owned.reduced.average)
+            group = run.group_of(name)
+            grad = run.whole(name, self._owned.reduced.average)
             norm = torch.linalg.vector_norm(grad, dtype=squares.dtype)
-            key = self._run.planned.norm_groups.get(name, "")
+            key = run.planned.norm_groups.get(name, "")
             # Every rank of the group has the whole gradient.
             squares[keys.index(key)] += norm.square() / comm.size_of(group)
             held = self._gathered(name)
-            weights = self._run.places.whole(name)
+            weights = run.places.whole(name)
             bucket = layout.bucket_of(name)
             owner = index
             if bucket.whole:
@@ -242,7 +243,7 @@ class FirstStep(StepObserver):
                 with failed:
                     self._compute(name, grad, held, weights, step)
         comm.raise_on_all_ranks(failed.error)
-        sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
+        sums = comm.sum_over_ranks(squares, group=run.settings.group).tolist()
         return dict(zip(keys, sums, strict=True))
 
     def _compute(self, name: str, grad: Tensor, held: State, weights: Tensor, step: Step) -> None:

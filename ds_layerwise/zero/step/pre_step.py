@@ -58,23 +58,24 @@ class BeforeUpdate:
                 exception ended a backward pass of this step, so that gradients are missing, or
                 parameters have changed, or if ranks have different weights.
         """
-        grad_sync = self._run.grad_sync
+        run = self._run
+        grad_sync = run.grad_sync
         idle = frozenset[str]()
-        sums = clip.nothing(self._run)
+        sums = clip.nothing(run)
         error = self._reduce()
         try:
             if error is None:
-                self._run.optimizer.check_groups()
+                run.optimizer.check_groups()
                 idle = self.guard.check(grad_sync.got)
-                clip.fill_(sums, self._run, idle)
+                clip.fill_(sums, run, idle)
         except (RuntimeError, MemoryError) as caught:
             # The other ranks wait in the sum, so this rank must join them, also if its device has
             # no memory left to compute its own sums.
             error = caught
-        noticed = torch.stack([self._run.owned.written, self.weights.written()]).float()
+        noticed = torch.stack([run.owned.written, self.weights.written()]).float()
         # A script that handles accumulation itself may step at any time. A rank may have no pass of
         # its own.
-        begun = bool(self._run.progress.passes or grad_sync.got or grad_sync.by_hand)
+        begun = bool(run.progress.passes or grad_sync.got or grad_sync.by_hand)
         (*summed, followed, written, have_begun), frozen = self.agreement.reach(
             torch.cat([sums, noticed, noticed.new_full((1,), float(begun))]), error, idle
         )
@@ -82,7 +83,7 @@ class BeforeUpdate:
             # The reductions that the engine has made so far count as none, and a gradient that
             # comes later is not too late for them.
             grad_sync.reset()
-            self._run.progress.forget_reductions()
+            run.progress.forget_reductions()
             raise nothing_reduced()
         if followed and not self._has_announced:
             self._has_announced = True
@@ -92,10 +93,10 @@ class BeforeUpdate:
             )
         if written:
             self.weights.take_over()
-        every = self._run.config.check_writes
-        if every and (self._run.progress.state.updates + 1) % every == 0:
+        every = run.config.check_writes
+        if every and (run.progress.state.updates + 1) % every == 0:
             self.weights.search()
-        return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
+        return clip.decide(run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
     def _reduce(self) -> Exception | None:
         """Finish the reductions of the step, and return the error of this rank, if there is one. It
