@@ -10,13 +10,15 @@ with it, too), and LayerWiseMuon. Every configuration is one run of train_gpt.py
 other, on the same windows from the same weights; with --rates one for each multiple of its learning
 rate (AdamW's, or that of matrices). With --seeds the best of these rates by validation is run with
 more seeds, and the table has means and standard deviations. --size 127m is a GPT for the GPUs of a
-node, in bfloat16; its batches, buckets and warm-up take the place of those of configurations.
+node, in bfloat16; its batches, buckets and warm-up take the place of those of configurations, and
+a line says so.
 
 Options that this script does not know (--width, --data, --seed, ...) go to train_gpt.py, with the
 words after each, up to the next option or configuration. A word that ends in .json is a
-configuration. Into --out go results.csv, loss.png (loss over tokens, and over seconds of training),
-and for each run a folder with its config.json, log.txt, metrics.csv and summary.json. A run that
-fails is in the table as such, the others go on, and the exit code is 1.
+configuration. Into --out go results.csv, loss.png (loss over tokens, and over seconds of training,
+of the best rate of each configuration), and for each run a folder with its config.json, log.txt,
+metrics.csv and summary.json. A run that fails is in the table as such, the others go on, and the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import takewhile
@@ -54,12 +56,15 @@ MEASURED = (
 COLUMNS = ("config", "optimizer", "clipping", "rate", "seed", "exit_code", *MEASURED)
 #: Options that are not for train_gpt.py.
 OPTIONS = ("-h", "--help", "--size", "--steps", "--ranks", "--rates", "--seeds", "--out")
+OTHERS = """Other options go to train_gpt.py, for example --data PATH (a text, or a folder of
+texts), --seed N, --layers, --width, --heads, --context, --eval_every, --no-save. Its --help has
+them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """A size of runs: the configurations and steps without others, options of train_gpt.py, and
-    what takes the place of configurations' own settings, section by section."""
+    what takes the place of configurations' own settings, section by section; None for nothing."""
 
     configs: tuple[str, ...]
     steps: int
@@ -79,7 +84,10 @@ SIZES = {
         ),
         settings={
             "train_micro_batch_size_per_gpu": 16,
+            "gradient_accumulation_steps": 1,
+            "train_batch_size": None,
             "bf16": {"enabled": True},
+            "fp16": None,
             "zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 50_000_000},
             "scheduler": {"params": {"warmup_num_steps": 100}},
             "timers": {"throughput": {"synchronized": False}},
@@ -91,7 +99,9 @@ SIZES = {
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments of this script in ``argv``, and the unknown ones."""
     parser = argparse.ArgumentParser(
-        description="Compare optimizers on the GPT of train_gpt.py.", allow_abbrev=False
+        description="Compare optimizers on the GPT of train_gpt.py.",
+        epilog=OTHERS,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "configs",
@@ -165,6 +175,10 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"{config}: no learning rate that --rates could multiply: give muon_lr")
     if (args.out / "results.csv").exists():
         parser.error(f"--out {args.out} has the results of another comparison: name another folder")
+    # It imports deepspeed, which takes longer than --help should.
+    from train_gpt import argument_parser
+
+    argument_parser().parse_args(rest)
     args.device, args.ranks = _device_and_ranks(parser, args.ranks)
     return args, [*size.options, *rest]
 
@@ -189,7 +203,8 @@ def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = dict(settings)
     for key, value in changes.items():
         below = result.get(key)
-        result[key] = merged(below, value) if isinstance(below, dict) else value
+        both = isinstance(below, dict) and isinstance(value, dict)
+        result[key] = merged(below, value) if both else value
     return result
 
 
@@ -198,22 +213,67 @@ def of_size(settings: dict[str, Any], size: str) -> dict[str, Any]:
     changes = dict(SIZES[size].settings)
     if "scheduler" not in settings:
         changes.pop("scheduler", None)
-    return merged(settings, changes)
+    return {key: value for key, value in merged(settings, changes).items() if value is not None}
 
 
-def differing_schedules(configs: list[Path]) -> str:
-    """Return a line that says whose schedule is not that of the first configuration; else an empty
-    one.
+def leaves(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings that are no sections, each after its path."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def replaced(config: Path, size: str) -> str:
+    """Return a line that says what ``size`` gives a configuration, and what that was before; or an
+    empty one."""
+    settings = json.loads(config.read_text())
+    before = dict(leaves(settings))
+    after = dict(leaves(of_size(settings, size)))
+    changed = []
+    for path in {**before, **after}:
+        if before.get(path) != after.get(path):
+            was = f" (was {json.dumps(before[path])})" if path in before else ""
+            changed.append(f"{path} {json.dumps(after.get(path))}{was}")
+    return f"{config.stem}, by --size {size}: {', '.join(changed)}" if changed else ""
+
+
+def comparable(settings: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return what should be the same in each configuration of a comparison.
+
+    AdamW has no ``adam_lr`` here: its one rate is what is compared.
     """
-    schedules = {config: json.loads(config.read_text()).get("scheduler") for config in configs}
-    first, *_ = schedules.values()
-    others = [str(config) for config, schedule in schedules.items() if schedule != first]
-    if not others:
-        return ""
-    return (
-        f"another schedule than {configs[0]} has: {', '.join(others)}. Losses compare the "
-        "schedules, too: give all the same scheduler"
-    )
+    section = settings.get("optimizer", {})
+    params = section.get("params", {})
+    micro = settings.get("train_micro_batch_size_per_gpu", 1)
+    accumulation = settings.get("gradient_accumulation_steps", 1)
+    same = {
+        "scheduler": settings.get("scheduler"),
+        "batch": settings.get("train_batch_size", micro * accumulation * ranks),
+        "betas": params.get("betas"),
+        "weight_decay": params.get("scalar_weight_decay", params.get("weight_decay")),
+    }
+    if section.get("type") != "AdamW":
+        same["adam_lr"] = params.get("adam_lr", params.get("lr"))
+    return same
+
+
+def differences(configs: list[Path], size: str, ranks: int) -> list[str]:
+    """Return a line for each setting that is not the same in configurations that have it."""
+    settings = {config.stem: of_size(json.loads(config.read_text()), size) for config in configs}
+    of = {name: comparable(each, ranks) for name, each in settings.items()}
+    told = []
+    for key in ("scheduler", "batch", "betas", "weight_decay", "adam_lr"):
+        values = {name: each[key] for name, each in of.items() if key in each}
+        first = next(iter(values), "")
+        others = [name for name, value in values.items() if value != values[first]]
+        if others:
+            told.append(
+                f"{', '.join(others)}: not the {key} of {first}. Losses compare that, too: give "
+                "all the same"
+            )
+    return told
 
 
 def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], float | None]:
@@ -326,15 +386,16 @@ def _takes(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
     return f"{speed:,.0f}", f"{max(row['memory_gib'] for row in rows):.2f}"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return all runs in Markdown."""
+def table(rows: list[dict[str, Any]], best: Container[str]) -> str:
+    """Return all runs in Markdown, those of the names in ``best`` with a star."""
     cells = []
     for row in rows:
+        name = f"{row['config']} *" if row["config"] in best else row["config"]
         if row["exit_code"]:
-            cells.append((row["config"], "failed", "", "", ""))
+            cells.append((name, "failed", "", "", ""))
             continue
         losses = f"{row['train_loss']:.3f}", f"{row['validation_bits_per_byte']:.3f}"
-        cells.append((row["config"], *losses, *_takes([row])))
+        cells.append((name, *losses, *_takes([row])))
     return markdown(("optimizer", "train loss", "validation", "tokens/s", "GiB a rank"), cells)
 
 
@@ -360,6 +421,24 @@ def read_metrics(folder: Path) -> dict[int, dict[str, float]]:
         }
 
 
+def table_of_reaching(folders: dict[str, Path]) -> str:
+    """Return in Markdown after how many tokens and seconds each run first has the last training
+    loss of the first, also as parts of what the first took."""
+    runs = {name: list(read_metrics(folder).values()) for name, folder in folders.items()}
+    last = next(iter(runs.values()))[-1]
+    cells = []
+    for name, lines in runs.items():
+        reached = (line for line in lines if line["train_loss"] <= last["train_loss"])
+        found = next(reached, None)
+        columns = []
+        for key, digits in (("tokens", 0), ("seconds", 1)):
+            # The first step is not timed, and may be the last.
+            part = f" ({found[key] / last[key]:.0%})" if found and last[key] else ""
+            columns.append(f"{found[key]:,.{digits}f}{part}" if found else "-")
+        cells.append((name, *columns))
+    return markdown((f"reaches {last['train_loss']:.3f}", "tokens", "seconds"), cells)
+
+
 def draw(curves: dict[str, list[Path]]) -> Any:
     """Return the matplotlib figure of training losses over tokens, and over seconds of training: a
     line for each entry, the mean of its runs between their least and greatest."""
@@ -373,7 +452,8 @@ def draw(curves: dict[str, list[Path]]) -> Any:
         losses = [[run[step]["train_loss"] for run in runs] for step in steps]
         for panel, key in zip(panels, ("tokens", "seconds")):
             x = [statistics.mean(run[step][key] for run in runs) for step in steps]
-            panel.plot(x, list(map(statistics.mean, losses)), label=name)
+            # With less than two points there is no line.
+            panel.plot(x, list(map(statistics.mean, losses)), marker=".", label=name)
             panel.fill_between(x, list(map(min, losses)), list(map(max, losses)), alpha=0.2)
     panels[0].set(xlabel="tokens", ylabel="training loss (nats a byte)")
     panels[1].set(xlabel="seconds of training")
@@ -395,6 +475,16 @@ def _validation(tried: tuple[dict[str, Any], float]) -> float:
     return math.inf if math.isnan(bits) else bits
 
 
+def at_edge(name: str, best: float, factors: Iterable[float]) -> str:
+    """Return a line that says what to try if the best factor is the least or the greatest; else an
+    empty one."""
+    least, *_, greatest = tried = sorted(factors)
+    if best not in (least, greatest):
+        return ""
+    beside = tried[1] if best == least else tried[-2]
+    return f"{name}: the best rate is at the edge: try --rates {best * best / beside:g}"
+
+
 def main() -> int:
     """Compare, and return the exit code: 1 if a run failed."""
     args, rest = parse_arguments(sys.argv[1:])
@@ -402,8 +492,10 @@ def main() -> int:
     draws = find_spec("matplotlib") is not None
     if not draws:
         print("there will be no loss.png: it takes matplotlib (pip install matplotlib)", flush=True)
-    if told := differing_schedules(args.configs):
-        print(told, flush=True)
+    notes = [line for config in args.configs if (line := replaced(config, args.size))]
+    notes += differences(args.configs, args.size, args.ranks)
+    for note in notes:
+        print(note, flush=True)
     rows: list[dict[str, Any]] = []
 
     def trained(config: Path, factor: float, seed: int) -> dict[str, Any]:
@@ -420,21 +512,24 @@ def main() -> int:
             best, factor = min(ended, key=_validation)
             seeds = [trained(config, factor, seed) for seed in range(1, args.seeds)]
             tuned[config.stem] = [best, *(row for row in seeds if not row["exit_code"])]
-    curves = tuned
+            if args.rates[1:] and (edge := at_edge(config.stem, factor, args.rates)):
+                notes.append(edge)
     if args.seeds > 1:
         print(f"\n{table_of_seeds(tuned)}")
-    else:
-        curves = {row["config"]: [row] for row in rows if not row["exit_code"]}
-    if draws and curves:
-        folders = {name: [args.out / row["config"] for row in of] for name, of in curves.items()}
+    folders = {of[0]["config"]: [args.out / row["config"] for row in of] for of in tuned.values()}
+    if draws and folders:
         draw(folders).savefig(args.out / "loss.png", dpi=120)
-    print(
-        f"\n{table(rows)}\n\n"
-        "train loss: nats a byte, of the last steps; validation: bits a byte\n"
-        "tokens/s: of all ranks, without the first step\n"
-        "GiB: the most that the fullest rank had in use, on a CPU its whole process\n"
-        f"results in {args.out}"
-    )
+    print(f"\n{table(rows, folders if args.rates[1:] else ())}")
+    if folders:
+        print(f"\n{table_of_reaching({name: of[0] for name, of in folders.items()})}")
+    legend = [
+        *(["*: the best of its rates by validation, and in loss.png"] if args.rates[1:] else []),
+        "train loss: nats a byte, of the last steps; validation: bits a byte",
+        "tokens/s: of all ranks, without the first step",
+        "GiB: the most that the fullest rank had in use, on a CPU its whole process",
+        "reaches: when a run first has the last training loss of the first one; -: not at all",
+    ]
+    print("", *legend, *notes, f"results in {args.out}", sep="\n")
     return 1 if any(row["exit_code"] for row in rows) else 0
 
 

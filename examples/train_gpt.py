@@ -52,9 +52,12 @@ COLUMNS = (
 )
 
 
-def parse_arguments() -> argparse.Namespace:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a small GPT on bytes under the DeepSpeed launcher."
+        prog="train_gpt.py",
+        description="Train a small GPT on bytes under the DeepSpeed launcher.",
+        # A word that is cut short is more often a typing error than meant.
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--data",
@@ -94,7 +97,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--local_rank", type=int, default=-1, help=argparse.SUPPRESS
     )  # the launcher passes it
-    deepspeed.add_config_arguments(parser)
+    return deepspeed.add_config_arguments(parser)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argument_parser()
     args = parser.parse_args()
     if args.deepspeed_config is None:
         parser.error(

@@ -6,6 +6,7 @@ import csv
 import fnmatch
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -162,7 +163,11 @@ def test_every_override_matches_a_parameter_of_the_model():
 
 
 @pytest.fixture
-def compare():
+def compare(monkeypatch):
+    # The script asks train_gpt.py for its options, which it finds beside it.
+    for name, module in (("data", data), ("model", model)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "train_gpt", load_example("train_gpt"))
     return load_example("compare_optimizers")
 
 
@@ -178,11 +183,19 @@ def ended(config: Path, factor: float, seed: int, **changes: object) -> dict[str
             "memory_gib": 0.5 + seed, "checkpoint_bytes": 0, **changes}
 
 
+def write_metrics(folder: Path, *rows: tuple[float, float, float]) -> None:
+    """Steps of ten, with tokens, seconds and losses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [f"{10 * (1 + number)},{','.join(map(str, row))}" for number, row in enumerate(rows)]
+    (folder / "metrics.csv").write_text("\n".join(["step,tokens,seconds,train_loss", *lines]))
+
+
 def test_comparing_runs_the_best_rate_with_more_seeds(compare, monkeypatch, tmp_path, capsys):
     asked = []
 
     def run(config, factor, seed, args, rest):
         asked.append((config.stem, factor, seed))
+        write_metrics(args.out / f"{config.stem} {factor} {seed}", (100, 2.0, 1.0))
         return ended(config, factor, seed)
 
     monkeypatch.setattr(compare, "run", run)
@@ -194,6 +207,73 @@ def test_comparing_runs_the_best_rate_with_more_seeds(compare, monkeypatch, tmp_
     printed = capsys.readouterr().out
     assert "| soap      |  0.2 | 1.000 ± 1.000 |    1,001 |       2.50 |" in printed
     assert "no loss.png: it takes matplotlib" in printed and not (tmp_path / "loss.png").exists()
+    assert "edge" not in printed
+
+
+def test_comparing_marks_the_best_rate_draws_it_alone_and_says_what_differs(compare, monkeypatch, tmp_path, capsys):
+    bits = {("first", 0.5): 3.0, ("first", 1.0): 2.0, ("first", 2.0): 2.5,
+            ("own", 0.5): float("nan"), ("own", 1.0): 2.4, ("own", 2.0): 2.3}
+
+    def run(config, factor, seed, args, rest):
+        loss = 1.5 if config.stem == "first" else 1.0
+        write_metrics(args.out / f"{config.stem} {factor} {seed}", (100, 2.0, loss + 1), (200, 4.0, loss))
+        return ended(config, factor, seed, validation_bits_per_byte=bits[config.stem, factor])
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "find_spec", lambda name: name)
+    drawn = MagicMock()
+    monkeypatch.setattr(compare, "draw", drawn)
+    for name, settings in (("first", {}), ("own", {"train_micro_batch_size_per_gpu": 4})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(
+            {"optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}}, **settings}))
+    out = tmp_path / "out"
+    assert comparing(compare, monkeypatch, tmp_path / "first.json", tmp_path / "own.json", "--rates", 2, 0.5, 1,
+                     "--out", out) == 0
+    drawn.assert_called_once_with({"first 1.0 0": [out / "first 1.0 0"], "own 2.0 0": [out / "own 2.0 0"]})
+    printed = capsys.readouterr().out
+    starred = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("|") and "*" in line]
+    assert starred == ["first 1.0 0 *", "own 2.0 0 *"] and "\n*: the best of its rates by validation" in printed
+    after = printed[printed.index("| optimizer"):]
+    # What stands before the runs is read below the table.
+    told = "own: not the batch of first. Losses compare that, too: give all the same\n"
+    assert printed.count(told) == 2 and after.count(told) == 1
+    assert [line for line in after.splitlines() if "edge" in line] == [
+        "own: the best rate is at the edge: try --rates 4"]
+    assert "| own 2.0 0     | 200 (100%) | 4.0 (100%) |" in after
+
+
+@pytest.mark.parametrize("best, told", [(0.25, "try --rates 0.125"), (1.0, None), (4.0, "try --rates 16")])
+def test_a_best_rate_at_the_edge_says_what_to_try(compare, best, told):
+    line = compare.at_edge("own", best, (1.0, 0.25, 4.0, 0.5))
+    assert line == (f"own: the best rate is at the edge: {told}" if told else "")
+
+
+def test_the_table_says_when_each_run_reaches_the_loss_of_the_first(compare, tmp_path):
+    runs = {"first": [(1000, 5.0, 4.0), (2000, 10.0, 3.15), (3000, 15.0, 3.2), (4000, 20.0, 3.1)],
+            "better": [(1000, 8.0, 3.5), (2000, 16.0, 3.1), (3000, 24.0, 3.3), (4000, 32.0, 2.0)],
+            "worse": [(1000, 8.0, 3.5), (2000, 16.0, 3.11)]}
+    folders = {name: tmp_path / name for name in runs}
+    expected = []
+    for name, rows in runs.items():
+        write_metrics(folders[name], *rows)
+        reached = [row for row in rows if row[2] <= 3.1]
+        tokens, seconds, _ = reached[0] if reached else (0, 0, 0)
+        expected.append([name, f"{tokens:,} ({tokens / 4000:.0%})", f"{seconds} ({seconds / 20:.0%})"] if reached
+                        else [name, "-", "-"])
+    table = [[cell.strip() for cell in line.strip("|").split("|")]
+             for line in compare.table_of_reaching(folders).splitlines()]
+    assert table[0] == ["reaches 3.100", "tokens", "seconds"] and table[2:] == expected
+    assert expected[0][1] == "4,000 (100%)" and expected[1][1:] == ["2,000 (50%)", "16.0 (80%)"]
+    # A run of one step has no timed one.
+    write_metrics(tmp_path / "one", (1000, 0.0, 3.0))
+    assert "| 1,000 (100%) |     0.0 |" in compare.table_of_reaching({"one": tmp_path / "one"})
+
+
+def test_a_run_of_one_row_is_seen_in_the_picture(compare, tmp_path):
+    write_metrics(tmp_path / "own", (1000, 0.0, 3.0))
+    for panel in compare.draw({"own": [tmp_path / "own"]}).axes:
+        line, = panel.lines
+        assert line.get_marker() == "." and list(line.get_ydata()) == [3.0]
 
 
 def test_comparing_goes_on_after_a_run_that_fails_and_leaves_one_that_diverged_behind(compare, monkeypatch, tmp_path,
@@ -204,6 +284,7 @@ def test_comparing_goes_on_after_a_run_that_fails_and_leaves_one_that_diverged_b
         asked.append((config.stem, factor, seed))
         if config.stem == "soap" or (factor, seed) == (2.0, 0):
             return {**ended(config, factor, seed, exit_code=1), **dict.fromkeys(compare.MEASURED)}
+        write_metrics(args.out / f"{config.stem} {factor} {seed}", (100, 2.0, 1.0))
         bits = float("nan") if factor == 1 else factor + seed
         # What ran before is on disk.
         if asked[1:]:
@@ -217,7 +298,7 @@ def test_comparing_goes_on_after_a_run_that_fails_and_leaves_one_that_diverged_b
     assert asked[-1] == ("normuon", 4.0, 1) and len(asked) == 9
     printed = capsys.readouterr().out
     assert "| normuon   |  0.4 | 4.500 ± 0.707 |" in printed
-    assert "| soap 1.0 0    |     failed |            |          |            |" in printed
+    assert "| soap 1.0 0      |     failed |            |          |            |" in printed
     with open(tmp_path / "results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["exit_code"] for row in rows] == ["1"] * 4 + ["0", "1", "0", "0", "0"]
@@ -232,6 +313,8 @@ def test_comparing_goes_on_after_a_run_that_fails_and_leaves_one_that_diverged_b
     (("{old}/text.json",), "text.json: not JSON"),
     (("{old}/rates.json", "--rates", "2"), "rates.json: no learning rate that --rates could multiply: give muon_lr"),
     (("--size", "3m"), "invalid choice: '3m'"),
+    (("--sed", "3"), "train_gpt.py: error: unrecognized arguments: --sed 3"),
+    (("--width", "wide"), "train_gpt.py: error: argument --width: invalid int value: 'wide'"),
 ])
 def test_comparing_refuses_before_anything_runs(compare, tmp_path, capsys, argv, told):
     (tmp_path / "results.csv").write_text("")
@@ -240,6 +323,17 @@ def test_comparing_refuses_before_anything_runs(compare, tmp_path, capsys, argv,
     with pytest.raises(SystemExit):
         compare.parse_arguments([word.format(old=tmp_path) for word in argv])
     assert told in capsys.readouterr().err
+
+
+def test_help_names_options_of_the_run(compare, capsys):
+    with pytest.raises(SystemExit):
+        compare.parse_arguments(["--help"])
+    helped = capsys.readouterr().out
+    named = re.findall(r"--[\w-]+", helped.partition("Other options go to train_gpt.py")[2])
+    known = sys.modules["train_gpt"].argument_parser().format_help()
+    assert {"--data", "--seed"} <= {*named} <= {*re.findall(r"--[\w-]+", known), "--help"}
+    assert {word for word in compare.OPTIONS if word.startswith("--")} == {
+        *re.findall(r"^  (?:-h, )?(--\w+)", helped, re.MULTILINE)}
 
 
 def test_comparing_takes_all_visible_devices_and_no_more(compare, monkeypatch, tmp_path, capsys):
@@ -267,26 +361,57 @@ def test_the_size_for_a_node_is_what_its_name_says(compare):
     assert parameters(small.config) == sum(p.numel() for p in small.parameters())
     for name in size.configs:
         settings = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
-        merged = compare.merged(settings, size.settings)
+        merged = compare.of_size({**settings, "train_batch_size": 64, "fp16": {"enabled": True}}, "127m")
         assert merged["optimizer"] == settings["optimizer"] and merged["zero_optimization"]["stage"] == 1
         assert merged["scheduler"]["params"] == {**settings["scheduler"]["params"], "warmup_num_steps": 100}
         # Without any wait of DeepSpeed's timer, and in the same batches.
         assert merged["timers"]["throughput"] == {"synchronized": False}
         assert merged["train_micro_batch_size_per_gpu"] == 16 and merged["bf16"] == {"enabled": True}
-        assert compare.of_size(settings, "127m") == merged
+        assert merged["gradient_accumulation_steps"] == 1 and not {"train_batch_size", "fp16"} & merged.keys()
         settings.pop("scheduler")
         assert "scheduler" not in compare.of_size(settings, "127m")
     # The last of two equal options counts.
     assert compare.parse_arguments(["--size", "127m", "--width", "16"])[1] == [*size.options, "--width", "16"]
 
 
-def test_comparing_says_whose_schedule_is_another(compare, tmp_path):
-    paths = [ROOT / "ds_configs" / f"{name}.json" for name in compare.SIZES["127m"].configs]
-    assert not compare.differing_schedules(paths)
+def test_comparing_says_what_a_size_replaces(compare, tmp_path):
     own = tmp_path / "own.json"
-    own.write_text(json.dumps({"optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}}}))
-    told = compare.differing_schedules([*paths, own])
-    assert told.startswith(f"another schedule than {paths[0]} has: {own}. ")
+    own.write_text(json.dumps({
+        "train_batch_size": 64, "gradient_accumulation_steps": 1, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 30}}}))
+    assert compare.replaced(own, "127m") == (
+        "own, by --size 127m: train_batch_size null (was 64), zero_optimization.reduce_bucket_size 50000000 (was 7), "
+        "scheduler.params.warmup_num_steps 100 (was 30), train_micro_batch_size_per_gpu 16, "
+        "timers.throughput.synchronized false")
+    assert compare.replaced(own, "2m") == ""
+
+
+@pytest.mark.parametrize("changes, key, of", [
+    ({"scheduler": None}, "scheduler", "stock_adamw"),
+    ({"train_micro_batch_size_per_gpu": 4}, "batch", "stock_adamw"),
+    ({"train_batch_size": 48}, "batch", "stock_adamw"),
+    ({"train_batch_size": 16}, "", ""),
+    ({"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4}, "", ""),
+    ({"optimizer": {"params": {"betas": [0.9, 0.99]}}}, "betas", "stock_adamw"),
+    ({"optimizer": {"params": {"weight_decay": 0.01}}}, "weight_decay", "stock_adamw"),
+    ({"optimizer": {"params": {"weight_decay": 0.01, "scalar_weight_decay": 0.1}}}, "", ""),
+    ({"optimizer": {"params": {"adam_lr": 1e-3}}}, "adam_lr", "stock_muon_noclip"),
+    ({"optimizer": {"params": {"adam_lr": None, "lr": 3e-3}}}, "", ""),
+    ({"optimizer": {"params": {"muon_lr": 0.01}}}, "", ""),
+])
+def test_comparing_says_what_else_is_another(compare, tmp_path, changes, key, of):
+    paths = [ROOT / "ds_configs" / f"{name}.json" for name in compare.SIZES["127m"].configs]
+    assert not compare.differences(paths, "2m", 2)
+    own = tmp_path / "own.json"
+    settings = compare.merged(json.loads(paths[-1].read_text()), changes)
+    params = settings["optimizer"]["params"]
+    settings["optimizer"]["params"] = {key: value for key, value in params.items() if value is not None}
+    own.write_text(json.dumps(settings))
+    expected = [f"own: not the {key} of {of}. Losses compare that, too: give all the same"] if key else []
+    assert compare.differences([*paths, own], "2m", 2) == expected
+    # A size for a node has a batch of its own, the same for all.
+    assert compare.differences([*paths, own], "127m", 2) == ([] if key == "batch" else expected)
 
 
 SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--context", 16)
@@ -308,9 +433,14 @@ def test_comparing_in_small_gives_a_table_and_two_curves(compare, monkeypatch, t
         failed, *rows = csv.DictReader(file)
     assert failed["exit_code"] == "1" and failed["train_loss"] == ""
     assert [row["config"] for row in rows] == list(configs)
+    assert printed.count("wrong, by --size 127m: ") == 2
     lines = [line for line in printed.splitlines() if line.startswith("|")]
     assert max(map(len, lines)) <= 90
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    reaching = table.index(next(row for row in table if row[1:] == ["tokens", "seconds"]))
+    assert table[reaching][0] == f"reaches {float(rows[0]['train_loss']):.3f}"
+    assert [row[0] for row in table[reaching + 2:]] == [*configs] and table[reaching + 2][1].endswith("%)")
+    del table[reaching:]
     assert table[0] == ["optimizer", "train loss", "validation", "tokens/s", "GiB a rank"]
     assert table[2] == ["wrong", "failed", "", "", ""]
     figure = compare.draw({name: [out / name] for name in configs})
