@@ -6,6 +6,7 @@ import csv
 import fnmatch
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -372,6 +373,37 @@ def test_the_size_for_a_node_is_what_its_name_says(compare):
         assert "scheduler" not in compare.of_size(settings, "127m")
     # The last of two equal options counts.
     assert compare.parse_arguments(["--size", "127m", "--width", "16"])[1] == [*size.options, "--width", "16"]
+
+
+def test_minutes_of_the_page_are_its_arithmetic(compare):
+    page = " ".join((ROOT / "docs" / "gpus.md").read_text().split())
+    third = page[page.index("compare_optimizers.py --size 127m --steps 300"):].partition(" ```")[0].split()[1:]
+    args, rest = compare.parse_arguments(third)
+    shape = {key: int(rest[rest.index(f"--{key}") + 1]) for key in ("layers", "width", "context")}
+    tokens = compare.SIZES["127m"].settings["train_micro_batch_size_per_gpu"] * shape["context"]
+    # The embedding multiplies nothing. Attention's two products have 12 FLOPs for an element and position.
+    weights = 6 * tokens * (parameters(model.GPTConfig(heads=8, **shape)) - model.VOCABULARY * shape["width"])
+    attention = 12 * tokens * shape["layers"] * shape["width"] * shape["context"]
+    flops = weights + attention
+    assert round(flops / 1e12) == 15 and round(weights / attention) == 6
+    step = flops / (990e12 / 7)
+    assert f"{step:.1f}" == "0.1"
+
+    def minutes(runs, steps, slower=1, start=1):
+        return math.ceil(runs * (slower * steps * step / 60 + start))
+
+    runs, names = len(args.configs) * len(args.rates), len(args.configs)
+    longer = compare.SIZES["127m"].steps
+    for said in (f"| {minutes(runs, args.steps, start=0)} to {minutes(runs, args.steps)} minutes |",
+                 "Nine runs of 300 steps train for 5 minutes, and each takes up to a minute to start",
+                 f"With half that speed the third command ends within {minutes(runs, args.steps, 2)} minutes",
+                 f"have {longer:,} steps, and the third command ends within {minutes(runs, longer)} minutes",
+                 f"with two more seeds, within {minutes(runs + 2 * names, longer)} minutes",
+                 f"one run of each, within {minutes(names, longer)} minutes",
+                 f"for fewer tokens, {8 * tokens * args.steps / 1e6:.0f} M a run on eight",
+                 "The three multiples are {:g}, {:g} and {:g}".format(*(1.5e-3 * each for each in args.rates)),
+                 "the three are {:g}, {:g} and {:g} of `muon_lr`".format(*(0.02 * each for each in args.rates))):
+        assert said in page, said
 
 
 def test_comparing_says_what_a_size_replaces(compare, tmp_path):
