@@ -246,11 +246,13 @@ def comparable(settings: dict[str, Any], ranks: int) -> dict[str, Any]:
     """
     section = settings.get("optimizer", {})
     params = section.get("params", {})
-    micro = settings.get("train_micro_batch_size_per_gpu", 1)
-    accumulation = settings.get("gradient_accumulation_steps", 1)
+    batch = settings.get("train_batch_size")
+    if batch is None:
+        accumulation = settings.get("gradient_accumulation_steps", 1)
+        batch = settings.get("train_micro_batch_size_per_gpu", 1) * ranks * accumulation
     same = {
         "scheduler": settings.get("scheduler"),
-        "batch": settings.get("train_batch_size", micro * accumulation * ranks),
+        "batch": batch,
         "betas": params.get("betas"),
         "weight_decay": params.get("scalar_weight_decay", params.get("weight_decay")),
     }

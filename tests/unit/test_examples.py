@@ -424,6 +424,8 @@ def test_comparing_says_what_a_size_replaces(compare, tmp_path):
     ({"train_micro_batch_size_per_gpu": 4}, "batch", "stock_adamw"),
     ({"train_batch_size": 48}, "batch", "stock_adamw"),
     ({"train_batch_size": 16}, "", ""),
+    ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
+     "batch", "stock_adamw"),
     ({"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4}, "", ""),
     ({"optimizer": {"params": {"betas": [0.9, 0.99]}}}, "betas", "stock_adamw"),
     ({"optimizer": {"params": {"weight_decay": 0.01}}}, "weight_decay", "stock_adamw"),
