@@ -147,7 +147,8 @@ def main() -> None:
         copy = Path(folder) / "checkout"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", "__pycache__", ".*_cache"))
         collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/unit", "tests/distributed"]
-        if subprocess.run(collect, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True).returncode:
+        env = {**os.environ, "PYTHONPATH": str(copy)}
+        if subprocess.run(collect, cwd=copy, env=env, capture_output=True).returncode:
             raise SystemExit("the tests of this checkout cannot be collected, so that every edit would count as caught")
         for number, mutation in chosen:
             test = caught_by(mutation, copy, args.minutes)
