@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ds_layerwise import __version__
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import progress, say, say_last
 
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ds-layerwise", description="Plans and checkpoints of ds_layerwise, without an engine."
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     every = argparse.ArgumentParser(add_help=False)
     every.add_argument(

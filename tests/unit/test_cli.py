@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_layerwise import cli
+from ds_layerwise import __version__, cli
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.cli import Terminal
@@ -88,6 +88,12 @@ def test_help_comes_without_torch():
             "print(sorted({'torch', 'deepspeed'} & {*sys.modules}))")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"{__version__}\n")
 
 
 def test_the_script_that_pip_installs_is_this_one():
