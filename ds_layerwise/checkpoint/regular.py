@@ -103,12 +103,17 @@ def to_state_dict(
                 extra.setdefault(name, {})[key] = alone(value)
         masters.append(alone(piece.master))
         fragments.append({name: fragment_address(numel=numel, start=0)} if numel else {})
+    # DeepSpeed's own optimizers take the first ones of these. Its schedulers restore a number of
+    # steps alone, and not the rate of the next step.
+    groups: list[dict[str, Any]] = [{"params": [i]} for i in range(len(states))]
+    for values, group in zip(groups, header.param_groups or (), strict=False):
+        values["lr"] = group["lr"]
     described = describe(header)
     return {
         **described,
         BASE_OPTIMIZER_STATE: {
             "state": dict(enumerate(states)),
-            "param_groups": [{"params": [i]} for i in range(len(states))],
+            "param_groups": groups,
         },
         SINGLE_PARTITION_OF_FP32_GROUPS: masters,
         GROUP_PADDINGS: [0] * len(states),

@@ -276,10 +276,13 @@ def write_common(saved: RegularCheckpoint, header: Header, folder: Path) -> list
         "param_starts": {},
         "listed": True,
     }
-    # DeepSpeed's stage 3 takes the step from here. It would give every group the settings of the
-    # first one; without any, its groups keep those of its config.
+    # DeepSpeed's stage 3 takes the step from here. It gives every group the settings of the first
+    # one, so if rates differ, its groups keep those of its config.
     step = {"step": step_tensor(header.step)}
-    common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: [{}]}
+    rates = [{"lr": rate} for rate in {group["lr"] for group in header.param_groups or ()}]
+    if len(rates) != 1:
+        rates = [{}]
+    common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: rates}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]
 

@@ -605,7 +605,7 @@ def _check_counts(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> Non
     if not load.wants_scheduler:
         comm.report(
             f"{type(scheduler).__name__} starts afresh, because the checkpoint has no state of a "
-            "learning rate scheduler, or that of another one"
+            "learning rate scheduler, or that of another one, or of other parameter groups"
         )
 
 
@@ -640,6 +640,9 @@ def _names(state: Mapping[str, Any]) -> set[str]:
         if key == "_schedulers":
             for index, inner in enumerate(value):
                 names.update(f"{index}.{name}" for name in _names(inner))
+        elif key == "base_lrs" and isinstance(value, list):
+            # There is one for each parameter group.
+            names.add(f"{len(value)} {key}")
         elif not key.startswith("_") and key not in _EITHER_WAY:
             names.add(key)
     return names

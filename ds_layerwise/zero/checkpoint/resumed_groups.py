@@ -121,31 +121,38 @@ def after_another(
     goes_on: bool | None = None,
 ) -> list[ResumedGroup]:
     """Return all groups as they continue from a checkpoint that another package wrote: with this
-    run's values, and the rates of a scheduler that continues from its state.
+    run's values, and the rates and the cycled momentum of a scheduler that continues from its state.
 
     Args:
         scheduler, goes_on: as in :func:`resumed`.
     """
+    saved = header.configured or ()
     rates: Sequence[Any] = ()
     if goes_on and _is_deepspeeds(scheduler):
         # Its state is a number of steps alone.
         rates = scheduler.get_lr()
     elif goes_on:
         rates = getattr(scheduler, "get_last_lr", list)()
-    saved = header.configured or ()
+    elif goes_on is None:
+        # A scheduler that the script restores by itself has left its mark.
+        rates = [group["lr"] for group in saved if "initial_lr" in group]
     groups = []
     for index, built in enumerate(optimizer.built_with):
         changes = ""
+        values = {}
         if len(saved) == len(optimizer.built_with):
             before = optimizer.named({"lr": 0.0, **saved[index]})
-            del before["lr"]
+            if rates:
+                del before["lr"]
+                # DeepSpeed's scheduler has no key of its own in a group.
+                if getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index]):
+                    values["betas"] = before.pop("betas")
             changes = _changes(before, optimizer.named(built))
         line = f"param_groups[{index}]: {changes}this run's values are used, because the saved run "
         line += "used another optimizer"
-        values = {}
         if index < len(rates):
             values["lr"] = rates[index]
-            line += f"; lr is {rates[index]:g}, where {type(scheduler).__name__} goes on"
+            line += f"; lr is {rates[index]:g}, where the schedule goes on"
         groups.append(ResumedGroup(values, built, line, 1.0))
     return groups
 

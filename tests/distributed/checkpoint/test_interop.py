@@ -152,7 +152,7 @@ class TestStockIntoOurs(DistributedTest):
             own.load_checkpoint(tmp_path, tag="converted")
         assert own.get_lr() == pytest.approx(lr) and 0 < lr[0] < 0.01
         if dist.get_rank() == 0:
-            assert f"; lr is {lr[0]:g}, where {kind} goes on" in printed.getvalue()
+            assert f"; lr is {lr[0]:g}, where the schedule goes on" in printed.getvalue()
         torch.testing.assert_close(train_with_loss(own, 3, 6), expected, rtol=1e-5, atol=0)
 
     @pytest.mark.world_size([1, 3])
