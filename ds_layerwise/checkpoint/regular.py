@@ -105,7 +105,7 @@ def to_state_dict(
         fragments.append({name: fragment_address(numel=numel, start=0)} if numel else {})
     # DeepSpeed's own optimizers take the first ones of these. Its schedulers restore a number of
     # steps alone, and not the rate of the next step.
-    groups: list[dict[str, Any]] = [{"params": [i]} for i in range(len(states))]
+    groups = [dict[str, Any](params=[i]) for i in range(len(states))]
     for values, group in zip(groups, header.param_groups or (), strict=False):
         values["lr"] = group["lr"]
     described = describe(header)

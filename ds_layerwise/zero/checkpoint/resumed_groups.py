@@ -142,11 +142,11 @@ def after_another(
         values = {}
         if len(saved) == len(optimizer.built_with):
             before = optimizer.named({"lr": 0.0, **saved[index]})
-            if rates:
+            if scheduler or rates:
                 del before["lr"]
-                # DeepSpeed's scheduler has no key of its own in a group.
-                if getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index]):
-                    values["betas"] = before.pop("betas")
+            # DeepSpeed's scheduler has no key of its own in a group.
+            if rates and getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index]):
+                values["betas"] = before.pop("betas")
             changes = _changes(before, optimizer.named(built))
         line = f"param_groups[{index}]: {changes}this run's values are used, because the saved run "
         line += "used another optimizer"

@@ -113,7 +113,7 @@ class TestStockIntoOurs(DistributedTest):
         if dist.get_rank() == 0:
             counts = f"{len(MATRICES)} of {len(names_in(expected))} parameters have other"
             assert len(report) == 2 and counts in report[1]
-            assert "weight_decay was" in report[0] and "lr was" not in report[0]
+            assert "weight_decay was" in report[0] and "lr was 0.01 and is 0.003" in report[0]
             assert report[0].endswith("this run's values are used, because the saved run used another optimizer")
             assert report[1].endswith(f": {len(MATRICES)} x {why}")
         else:
