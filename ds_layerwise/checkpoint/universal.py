@@ -279,9 +279,9 @@ def write_common(saved: RegularCheckpoint, header: Header, folder: Path) -> list
     # DeepSpeed's stage 3 takes the step from here. It gives every group the settings of the first
     # one, so if rates differ, its groups keep those of its config.
     step = {"step": step_tensor(header.step)}
-    rates = [{"lr": rate} for rate in {group["lr"] for group in header.param_groups or ()}]
-    alike = rates if len(rates) == 1 else [{}]
-    common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: alike}
+    rates = {group["lr"] for group in header.param_groups or ()}
+    alike = {"lr": rates.pop()} if len(rates) == 1 else {}
+    common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: [alike]}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]
 

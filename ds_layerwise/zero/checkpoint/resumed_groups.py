@@ -121,7 +121,7 @@ def after_another(
     goes_on: bool | None = None,
 ) -> list[ResumedGroup]:
     """Return all groups as they continue from a checkpoint that another package wrote: with this
-    run's values, and the rates and the cycled momentum of a scheduler that continues from its state.
+    run's values, and the rates and cycled momentum of a scheduler that continues from its state.
 
     Args:
         scheduler, goes_on: as in :func:`resumed`.

@@ -57,7 +57,7 @@ def started(optimizer, stage, schedule=None, groups=1, **sections):
 
 
 def settings(engine):
-    """What a step takes from the groups."""
+    """Return the values that the next step takes from the groups."""
     return [pytest.approx((float(group["lr"]), *map(float, group["betas"]))) for group in engine.optimizer.param_groups]
 
 
