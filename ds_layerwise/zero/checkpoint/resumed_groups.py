@@ -128,11 +128,8 @@ def after_another(
     """
     saved = header.configured or ()
     rates: Sequence[Any] = ()
-    if goes_on and _is_deepspeeds(scheduler):
-        # Its state is a number of steps alone.
-        rates = scheduler.get_lr()
-    elif goes_on:
-        rates = getattr(scheduler, "get_last_lr", list)()
+    if goes_on:
+        rates = rates_of(scheduler)
     elif goes_on is None:
         # A scheduler that the script restores by itself has left its mark.
         rates = [group["lr"] for group in saved if "initial_lr" in group]
@@ -140,6 +137,7 @@ def after_another(
     for index, built in enumerate(optimizer.built_with):
         changes = ""
         values = {}
+        factor = 1.0
         if len(saved) == len(optimizer.built_with):
             before = optimizer.named({"lr": 0.0, **saved[index]})
             if scheduler or rates:
@@ -147,14 +145,28 @@ def after_another(
             # DeepSpeed's scheduler has no key of its own in a group.
             if rates and getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index]):
                 values["betas"] = before.pop("betas")
+            if goes_on:
+                # A scheduler of torch has left it there.
+                factor = built["lr"] / (saved[index].get("initial_lr") or built["lr"])
             changes = _changes(before, optimizer.named(built))
         line = f"param_groups[{index}]: {changes}this run's values are used, because the saved run "
         line += "used another optimizer"
         if index < len(rates):
-            values["lr"] = rates[index]
-            line += f"; lr is {rates[index]:g}, where the schedule goes on"
-        groups.append(ResumedGroup(values, built, line, 1.0))
+            lr = values["lr"] = rates[index] * factor
+            line += f"; lr is {lr:g}, where the schedule goes on"
+        groups.append(ResumedGroup(values, built, line, factor))
     return groups
+
+
+def rates_of(scheduler: Any) -> Sequence[Any]:
+    """Return the rates at which a scheduler continues from its state, by group; none if it does not
+    tell.
+    """
+    if _is_deepspeeds(scheduler):
+        # Its state is a number of steps alone.
+        found: Sequence[Any] = scheduler.get_lr()
+        return found
+    return getattr(scheduler, "get_last_lr", list)()
 
 
 def _is_deepspeeds(scheduler: Any) -> bool:
@@ -183,12 +195,7 @@ def take_over(
         optimizer.configured[index] = {**given, "lr": lr}
         group = optimizer.param_groups[index]
         for key, value in values.items():
-            held = group.get(key)
-            if isinstance(held, Tensor) and not held.dim() and isinstance(value, (int, float)):
-                # Fill in place: schedulers and users keep references to the tensor.
-                held.fill_(value)
-            else:
-                group[key] = like(held, value)
+            set_value(group, key, value)
         # A composed scheduler has its rates in its parts.
         for part in getattr(scheduler, "_schedulers", [scheduler]):
             for key in _LISTS:
@@ -198,6 +205,16 @@ def take_over(
         if line:
             lines.append(line)
     return lines
+
+
+def set_value(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value of a group, in the form in which the group has it."""
+    held = group.get(key)
+    if isinstance(held, Tensor) and not held.dim() and isinstance(value, (int, float)):
+        # Fill in place: schedulers and users keep references to the tensor.
+        held.fill_(value)
+    else:
+        group[key] = like(held, value)
 
 
 def otherwise_trained(

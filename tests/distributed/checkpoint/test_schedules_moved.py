@@ -168,3 +168,37 @@ class TestBackToStock(DistributedTest):
                 stock = started(STOCK, stage, None, 2, checkpoint={"load_universal": True})
                 stock.load_checkpoint(tmp_path, tag="own_universal")
                 assert stock.get_lr() == of_stage, (rates, stage)
+
+
+class TestRatesAlone(DistributedTest):
+    def rates(self, engine):
+        """Return the rates of the next five steps."""
+        return [[rate for rate, *_ in step] for step in steps(engine, 3, 8)[0]]
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("kind, module_only", [("WarmupLR", False), ("CosineAnnealingLR", False), ("OneCycle", False),
+                                                   ("CosineAnnealingLR", True)])
+    def test_without_states_the_schedule_goes_on(self, kind, module_only, tmp_path):
+        engine = started(OWN, 2, kind)
+        start = engine.get_lr()
+        train_with_loss(engine, 0, 3)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        expected = self.rates(engine)
+        assert start != expected[0]
+        later = started(OWN, 2, kind)
+        later.load_checkpoint(tmp_path, tag="saved", load_optimizer_states=False, load_module_only=module_only)
+        if module_only:
+            assert later.get_lr() == start
+        else:
+            assert self.rates(later) == [pytest.approx(step) for step in expected]
+
+    @pytest.mark.world_size(2)
+    def test_another_lr_multiplies_a_schedule_of_torch(self, tmp_path):
+        engine = started(STOCK, 2, "CosineAnnealingLR")
+        train_with_loss(engine, 0, 3)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        convert(tmp_path / "saved", tmp_path / "converted", inject=True)
+        expected = self.rates(engine)
+        own = started({**OWN, "params": {**OWN["params"], "lr": 0.03}}, 2, "CosineAnnealingLR")
+        own.load_checkpoint(tmp_path, tag="converted")
+        assert self.rates(own) == [pytest.approx([3 * rate for rate in step]) for step in expected]
