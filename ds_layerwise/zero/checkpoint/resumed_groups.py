@@ -145,9 +145,10 @@ def after_another(
             # DeepSpeed's scheduler has no key of its own in a group.
             if rates and getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index]):
                 values["betas"] = before.pop("betas")
-            if goes_on:
-                # A scheduler of torch has left it there.
-                factor = built["lr"] / (saved[index].get("initial_lr") or built["lr"])
+            # A scheduler of torch leaves the rate from which it starts.
+            start = optimizer.param_groups[index].get("initial_lr")
+            if goes_on and start:
+                factor = start / (saved[index].get("initial_lr") or start)
             changes = _changes(before, optimizer.named(built))
         line = f"param_groups[{index}]: {changes}this run's values are used, because the saved run "
         line += "used another optimizer"
