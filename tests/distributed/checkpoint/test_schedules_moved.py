@@ -176,8 +176,8 @@ class TestRatesAlone(DistributedTest):
         return [[rate for rate, *_ in step] for step in steps(engine, 3, 8)[0]]
 
     @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("kind, module_only", [("WarmupLR", False), ("CosineAnnealingLR", False), ("OneCycle", False),
-                                                   ("CosineAnnealingLR", True)])
+    @pytest.mark.parametrize("kind, module_only", [
+        ("WarmupLR", False), ("CosineAnnealingLR", False), ("OneCycle", False), ("CosineAnnealingLR", True)])
     def test_without_states_the_schedule_goes_on(self, kind, module_only, tmp_path):
         engine = started(OWN, 2, kind)
         start = engine.get_lr()
