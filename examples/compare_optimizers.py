@@ -11,7 +11,7 @@ other, on the same windows from the same weights; with --rates one for each mult
 rate (AdamW's, or that of matrices). With --seeds the best of these rates by validation is run with
 more seeds, and the table has means and standard deviations. --size 127m is a GPT for the GPUs of a
 node, in bfloat16; its batches, buckets and warm-up take the place of those of configurations, and
-a line says so.
+a line below the table says so. What else differs between configurations has a line there, too.
 
 Options that this script does not know (--width, --data, --seed, ...) go to train_gpt.py, with the
 words after each, up to the next option or configuration. A word that ends in .json is a
@@ -32,6 +32,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -59,6 +60,17 @@ OPTIONS = ("-h", "--help", "--size", "--steps", "--ranks", "--rates", "--seeds",
 OTHERS = """Other options go to train_gpt.py, for example --data PATH (a text, or a folder of
 texts), --seed N, --layers, --width, --heads, --context, --eval_every, --no-save. Its --help has
 them all."""
+
+
+SAME = "compare that, too: give all the same"
+#: What should be the same in each configuration, and what to say where it is not.
+DIFFERENCES = {
+    **dict.fromkeys(
+        ("scheduler", "batch", "betas", "weight_decay", "adam_lr", "precision"), f"Losses {SAME}"
+    ),
+    "gradient_clipping": f"Losses {SAME}, but for stock's Muon, which clips its update",
+    "ZeRO stage": f"Speed and memory {SAME}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +190,13 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     # It imports deepspeed, which takes longer than --help should.
     from train_gpt import argument_parser
 
-    argument_parser().parse_args(rest)
+    rest = [*size.options, *rest]
+    of_runs = argument_parser().parse_args(rest)
+    args.seed = of_runs.seed
     args.device, args.ranks = _device_and_ranks(parser, args.ranks)
-    return args, [*size.options, *rest]
+    _refuse_text(parser, of_runs)
+    _refuse_configs(parser, args)
+    return args, rest
 
 
 def _device_and_ranks(parser: argparse.ArgumentParser, asked: int | None) -> tuple[str, int]:
@@ -196,6 +212,38 @@ def _device_and_ranks(parser: argparse.ArgumentParser, asked: int | None) -> tup
         most = "" if on_cpu else f" to {devices}, the visible devices"
         parser.error(f"--ranks must be from 1{most}, got {ranks}")
     return device, ranks
+
+
+def _refuse_text(parser: argparse.ArgumentParser, of_runs: argparse.Namespace) -> None:
+    """Refuse a text of the user's that runs would refuse, one after the other."""
+    from data import INSTALLED, load_corpus
+
+    if of_runs.data in (None, INSTALLED):
+        return
+    try:
+        load_corpus(of_runs.data, of_runs.context)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _refuse_configs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a configuration of ours that ``ds-layerwise check`` refuses. Of others a run is the
+    only judge."""
+    from ds_layerwise.config.sections import is_for_us
+    from ds_layerwise.errors import LayerWiseError
+    from ds_layerwise.tools.dry_run import checked
+
+    with tempfile.TemporaryDirectory() as folder:
+        for config in args.configs:
+            settings, _ = as_run(config, 1.0, args)
+            if not is_for_us(settings):
+                continue
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(settings))
+            try:
+                checked(path)
+            except LayerWiseError as error:
+                parser.error(f"{config}: {error}")
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +288,7 @@ def replaced(config: Path, size: str) -> str:
 
 
 def comparable(settings: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return what should be the same in each configuration of a comparison.
+    """Return what should be the same in each configuration of a comparison: values of DIFFERENCES.
 
     AdamW has no ``adam_lr`` here: its one rate is what is compared.
     """
@@ -250,11 +298,15 @@ def comparable(settings: dict[str, Any], ranks: int) -> dict[str, Any]:
     if batch is None:
         accumulation = settings.get("gradient_accumulation_steps", 1)
         batch = settings.get("train_micro_batch_size_per_gpu", 1) * ranks * accumulation
+    by_path = dict(leaves(settings))
     same = {
         "scheduler": settings.get("scheduler"),
         "batch": batch,
         "betas": params.get("betas"),
         "weight_decay": params.get("scalar_weight_decay", params.get("weight_decay")),
+        "gradient_clipping": settings.get("gradient_clipping", 0),
+        "precision": [half for half in ("bf16", "fp16") if by_path.get(f"{half}.enabled")],
+        "ZeRO stage": by_path.get("zero_optimization.stage", 0),
     }
     if section.get("type") != "AdamW":
         same["adam_lr"] = params.get("adam_lr", params.get("lr"))
@@ -266,15 +318,12 @@ def differences(configs: list[Path], size: str, ranks: int) -> list[str]:
     settings = {config.stem: of_size(json.loads(config.read_text()), size) for config in configs}
     of = {name: comparable(each, ranks) for name, each in settings.items()}
     told = []
-    for key in ("scheduler", "batch", "betas", "weight_decay", "adam_lr"):
+    for key, advice in DIFFERENCES.items():
         values = {name: each[key] for name, each in of.items() if key in each}
         first = next(iter(values), "")
         others = [name for name, value in values.items() if value != values[first]]
         if others:
-            told.append(
-                f"{', '.join(others)}: not the {key} of {first}. Losses compare that, too: give "
-                "all the same"
-            )
+            told.append(f"{', '.join(others)}: not the {key} of {first}. {advice}")
     return told
 
 
@@ -294,6 +343,20 @@ def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], 
     return merged(settings, {"optimizer": {"params": {key: factor * rate}}}), factor * rate
 
 
+def as_run(
+    config: Path, factor: float, args: argparse.Namespace
+) -> tuple[dict[str, Any], float | None]:
+    """Return the settings that a run of ``config`` has, with ``factor`` times its rate, and that
+    rate."""
+    settings, rate = with_rate(json.loads(config.read_text()), factor)
+    settings = of_size(settings, args.size)
+    if "total_num_steps" in settings.get("scheduler", {}).get("params", {}):
+        # As train_gpt.py does, so that config.json is what has run.
+        changes = {"params": {"total_num_steps": args.steps}}
+        settings = merged(settings, {"scheduler": changes})
+    return settings, rate
+
+
 def run(
     config: Path, factor: float, seed: int, args: argparse.Namespace, rest: list[str]
 ) -> dict[str, Any]:
@@ -310,8 +373,8 @@ def run(
     out = args.out / name
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
-    settings, rate = with_rate(json.loads(config.read_text()), factor)
-    (out / "config.json").write_text(json.dumps(of_size(settings, args.size)))
+    settings, rate = as_run(config, factor, args)
+    (out / "config.json").write_text(json.dumps(settings))
     print(
         f"{name}: {args.steps} steps on {args.ranks} ranks ({args.device}), log in {log}",
         flush=True,
@@ -484,7 +547,8 @@ def at_edge(name: str, best: float, factors: Iterable[float]) -> str:
     if best not in (least, greatest):
         return ""
     beside = tried[1] if best == least else tried[-2]
-    return f"{name}: the best rate is at the edge: try --rates {best * best / beside:g}"
+    further = best * best / beside
+    return f"{name}: the best rate is at the edge: try --rates {further:g} with another --out"
 
 
 def main() -> int:
@@ -496,8 +560,6 @@ def main() -> int:
         print("there will be no loss.png: it takes matplotlib (pip install matplotlib)", flush=True)
     notes = [line for config in args.configs if (line := replaced(config, args.size))]
     notes += differences(args.configs, args.size, args.ranks)
-    for note in notes:
-        print(note, flush=True)
     rows: list[dict[str, Any]] = []
 
     def trained(config: Path, factor: float, seed: int) -> dict[str, Any]:
@@ -508,7 +570,7 @@ def main() -> int:
 
     tuned = {}
     for config in args.configs:
-        tried = [(trained(config, factor, 0), factor) for factor in args.rates]
+        tried = [(trained(config, factor, args.seed), factor) for factor in args.rates]
         ended = [each for each in tried if not each[0]["exit_code"]]
         if ended:
             best, factor = min(ended, key=_validation)
@@ -529,7 +591,8 @@ def main() -> int:
         "train loss: nats a byte, of the last steps; validation: bits a byte",
         "tokens/s: of all ranks, without the first step",
         "GiB: the most that the fullest rank had in use, on a CPU its whole process",
-        "reaches: when a run first has the last training loss of the first one; -: not at all",
+        "reaches: when a run first has the last training loss of the first one, and what part of "
+        "the first one's whole length that is; -: not at all",
     ]
     print("", *legend, *notes, f"results in {args.out}", sep="\n")
     return 1 if any(row["exit_code"] for row in rows) else 0

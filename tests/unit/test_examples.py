@@ -226,7 +226,8 @@ def test_comparing_marks_the_best_rate_draws_it_alone_and_says_what_differs(comp
     monkeypatch.setattr(compare, "draw", drawn)
     for name, settings in (("first", {}), ("own", {"train_micro_batch_size_per_gpu": 4})):
         (tmp_path / f"{name}.json").write_text(json.dumps(
-            {"optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}}, **settings}))
+            {"optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}}, "zero_optimization": {"stage": 1},
+             **settings}))
     out = tmp_path / "out"
     assert comparing(compare, monkeypatch, tmp_path / "first.json", tmp_path / "own.json", "--rates", 2, 0.5, 1,
                      "--out", out) == 0
@@ -235,18 +236,18 @@ def test_comparing_marks_the_best_rate_draws_it_alone_and_says_what_differs(comp
     starred = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("|") and "*" in line]
     assert starred == ["first 1.0 0 *", "own 2.0 0 *"] and "\n*: the best of its rates by validation" in printed
     after = printed[printed.index("| optimizer"):]
-    # What stands before the runs is read below the table.
+    # Once, where it is read: below the table.
     told = "own: not the batch of first. Losses compare that, too: give all the same\n"
-    assert printed.count(told) == 2 and after.count(told) == 1
+    assert printed.count(told) == after.count(told) == 1
     assert [line for line in after.splitlines() if "edge" in line] == [
-        "own: the best rate is at the edge: try --rates 4"]
+        "own: the best rate is at the edge: try --rates 4 with another --out"]
     assert "| own 2.0 0     | 200 (100%) | 4.0 (100%) |" in after
 
 
 @pytest.mark.parametrize("best, told", [(0.25, "try --rates 0.125"), (1.0, None), (4.0, "try --rates 16")])
 def test_a_best_rate_at_the_edge_says_what_to_try(compare, best, told):
     line = compare.at_edge("own", best, (1.0, 0.25, 4.0, 0.5))
-    assert line == (f"own: the best rate is at the edge: {told}" if told else "")
+    assert line == (f"own: the best rate is at the edge: {told} with another --out" if told else "")
 
 
 def test_the_table_says_when_each_run_reaches_the_loss_of_the_first(compare, tmp_path):
@@ -316,11 +317,17 @@ def test_comparing_goes_on_after_a_run_that_fails_and_leaves_one_that_diverged_b
     (("--size", "3m"), "invalid choice: '3m'"),
     (("--sed", "3"), "train_gpt.py: error: unrecognized arguments: --sed 3"),
     (("--width", "wide"), "train_gpt.py: error: argument --width: invalid int value: 'wide'"),
+    (("--data", "{old}/none"), "none: no such file or folder"),
+    (("--data", "{old}/short"), "short: 4 bytes left for training, one window takes 129"),
+    (("ds_configs/soap.json", "{old}/wrong.json"), "wrong.json: optimizer.params.muon_rl"),
 ])
-def test_comparing_refuses_before_anything_runs(compare, tmp_path, capsys, argv, told):
+def test_comparing_refuses_before_anything_runs(compare, monkeypatch, tmp_path, capsys, argv, told):
     (tmp_path / "results.csv").write_text("")
-    (tmp_path / "text.json").write_text("text")
+    for name in ("text.json", "short"):
+        (tmp_path / name).write_text("text")
     (tmp_path / "rates.json").write_text('{"optimizer": {"type": "LayerWiseMuon"}}')
+    (tmp_path / "wrong.json").write_text('{"optimizer": {"type": "LayerWiseMuon", "params": {"muon_rl": 1}}}')
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit):
         compare.parse_arguments([word.format(old=tmp_path) for word in argv])
     assert told in capsys.readouterr().err
@@ -393,6 +400,9 @@ def test_minutes_of_the_page_are_its_arithmetic(compare):
         return math.ceil(runs * (slower * steps * step / 60 + start))
 
     runs, names = len(args.configs) * len(args.rates), len(args.configs)
+    assert 6 == 2 * names
+    rows = [(int(least), int(most)) for least, most in re.findall(r"\| (\d+) to (\d+) minutes \|", page)]
+    assert len(rows) == 3
     longer = compare.SIZES["127m"].steps
     for said in (f"| {minutes(runs, args.steps, start=0)} to {minutes(runs, args.steps)} minutes |",
                  "Nine runs of 300 steps train for 5 minutes, and each takes up to a minute to start",
@@ -400,6 +410,12 @@ def test_minutes_of_the_page_are_its_arithmetic(compare):
                  f"have {longer:,} steps, and the third command ends within {minutes(runs, longer)} minutes",
                  f"with two more seeds, within {minutes(runs + 2 * names, longer)} minutes",
                  f"one run of each, within {minutes(names, longer)} minutes",
+                 f"with `--rates 0.5 1` the third command has six runs, and takes {minutes(6, args.steps, start=0)} to "
+                 f"{minutes(6, args.steps)} minutes",
+                 f"beside `--steps 300` within {minutes(runs + 2 * names, args.steps)} minutes, without within "
+                 f"{minutes(runs + 2 * names, longer)}",
+                 "Together they take {} to {} minutes".format(*map(sum, zip(*rows))),
+                 f"a run on eight GPUs reads {8 * tokens * args.steps / 1e6:.0f} M bytes",
                  f"for fewer tokens, {8 * tokens * args.steps / 1e6:.0f} M a run on eight",
                  "The three multiples are {:g}, {:g} and {:g}".format(*(1.5e-3 * each for each in args.rates)),
                  "the three are {:g}, {:g} and {:g} of `muon_lr`".format(*(0.02 * each for each in args.rates))):
@@ -433,19 +449,63 @@ def test_comparing_says_what_a_size_replaces(compare, tmp_path):
     ({"optimizer": {"params": {"adam_lr": 1e-3}}}, "adam_lr", "stock_muon_noclip"),
     ({"optimizer": {"params": {"adam_lr": None, "lr": 3e-3}}}, "", ""),
     ({"optimizer": {"params": {"muon_lr": 0.01}}}, "", ""),
+    ({"gradient_clipping": 0.5}, "gradient_clipping", "stock_adamw"),
+    ({"bf16": {"enabled": True}}, "precision", "stock_adamw"),
+    ({"fp16": {"enabled": True}}, "precision", "stock_adamw"),
+    ({"bf16": {"enabled": False}}, "", ""),
+    ({"zero_optimization": {"stage": 2}}, "ZeRO stage", "stock_adamw"),
 ])
 def test_comparing_says_what_else_is_another(compare, tmp_path, changes, key, of):
     paths = [ROOT / "ds_configs" / f"{name}.json" for name in compare.SIZES["127m"].configs]
-    assert not compare.differences(paths, "2m", 2)
+    advice = "Losses compare that, too: give all the same"
+    clipping = "not the gradient_clipping of stock_adamw. " + advice + ", but for stock's Muon, which clips its update"
+    unclipped = [f"stock_muon_noclip: {clipping}"]
+    assert compare.differences(paths, "2m", 2) == unclipped
     own = tmp_path / "own.json"
     settings = compare.merged(json.loads(paths[-1].read_text()), changes)
     params = settings["optimizer"]["params"]
     settings["optimizer"]["params"] = {key: value for key, value in params.items() if value is not None}
     own.write_text(json.dumps(settings))
-    expected = [f"own: not the {key} of {of}. Losses compare that, too: give all the same"] if key else []
-    assert compare.differences([*paths, own], "2m", 2) == expected
-    # A size for a node has a batch of its own, the same for all.
-    assert compare.differences([*paths, own], "127m", 2) == ([] if key == "batch" else expected)
+    expected = [f"own: not the {key} of {of}. {advice}"] if key else []
+    if key == "ZeRO stage":
+        expected = [expected[0].replace("Losses", "Speed and memory")]
+    if key == "gradient_clipping":
+        expected, unclipped = [f"stock_muon_noclip, own: {clipping}"], []
+    assert sorted(compare.differences([*paths, own], "2m", 2)) == sorted(unclipped + expected)
+    # A size for a node has a batch and a precision of its own, the same for all.
+    expected = [] if key in ("batch", "precision") else expected
+    assert sorted(compare.differences([*paths, own], "127m", 2)) == sorted(unclipped + expected)
+
+
+def test_a_seed_for_the_runs_is_in_their_rows_and_a_config_is_as_it_ran(compare, monkeypatch, tmp_path):
+    asked = []
+
+    def train(command, environment, log):
+        asked.append(command)
+        out = log.parent
+        write_metrics(out, (100, 2.0, 1.0))
+        (out / "summary.json").write_text(json.dumps({**dict.fromkeys(compare.MEASURED, 1.0), "memory_gib": [1.0]}))
+        return 0
+
+    monkeypatch.setattr(compare, "_train", train)
+    monkeypatch.setattr(compare, "find_spec", lambda name: None)
+    configs = [ROOT / "ds_configs" / f"{name}.json" for name in ("stock_adamw", "quickstart")]
+    assert comparing(compare, monkeypatch, *configs, "--seed=7", "--size", "127m", "--steps", 30, "--rates", 1, 2,
+                     "--out", tmp_path) == 0
+    train_gpt = sys.modules["train_gpt"]
+    runs = [train_gpt.argument_parser().parse_args(command[1 + command.index(str(ROOT / "examples/train_gpt.py")):])
+            for command in asked]
+    with open(tmp_path / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["config"], int(row["seed"])) for row in rows] == [
+        (name, 7) for config in configs for name in (f"{config.stem} seed 7", f"{config.stem} x 2 seed 7")]
+    assert [each.seed for each in runs] == [7] * 4
+    for each, row in zip(runs, rows, strict=True):
+        saved = json.loads(Path(each.deepspeed_config).read_text())
+        section = saved["optimizer"]["params"]
+        assert section.get("muon_lr", section.get("lr")) == float(row["rate"])
+        # Nothing is left for train_gpt.py to change.
+        assert train_gpt.load_config(each) == (saved, 30)
 
 
 SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--context", 16)
@@ -457,17 +517,20 @@ SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--context", 16)
 def test_comparing_in_small_gives_a_table_and_two_curves(compare, monkeypatch, tmp_path, capsys, configs):
     text, wrong, out = tmp_path / "text", tmp_path / "wrong.json", tmp_path / "out"
     text.write_bytes(bytes(range(256)) * 40)
-    wrong.write_text('{"optimizer": {"type": "LayerWiseMuon", "params": {"muon_rl": 1}}}')
+    # A mistake that takes the model to see.
+    wrong.write_text(json.dumps({"optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}},
+                                 "zero_optimization": {"stage": 1},
+                                 "layerwise": {"overrides": [{"name": "lacking", "optimizer": "scalar"}]}}))
     paths = [ROOT / "ds_configs" / f"{name}.json" for name in configs]
     code = comparing(compare, monkeypatch, wrong, *paths, "--size", "127m", *SMALL, "--ranks", 2, "--steps", 5,
                      "--eval_every", 2, "--data", text, "--out", out)
     printed = capsys.readouterr().out
-    assert code == 1 and "muon_rl" in printed and "wrong: 5 steps on 2 ranks (cpu), log in " in printed
+    assert code == 1 and "lacking" in printed and "wrong: 5 steps on 2 ranks (cpu), log in " in printed
     with open(out / "results.csv", newline="") as file:
         failed, *rows = csv.DictReader(file)
     assert failed["exit_code"] == "1" and failed["train_loss"] == ""
     assert [row["config"] for row in rows] == list(configs)
-    assert printed.count("wrong, by --size 127m: ") == 2
+    assert printed.count("wrong, by --size 127m: ") == 1
     lines = [line for line in printed.splitlines() if line.startswith("|")]
     assert max(map(len, lines)) <= 90
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
