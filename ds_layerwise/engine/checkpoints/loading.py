@@ -47,7 +47,7 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_cuts import whole_shapes
-from ds_layerwise.zero.checkpoint import disks, resumed_groups, whole_states
+from ds_layerwise.zero.checkpoint import disks, whole_states
 from ds_layerwise.zero.checkpoint.checkpointing import Load
 from ds_layerwise.zero.optimizer import uses_us
 
@@ -115,10 +115,7 @@ def _load_checked(
                 load_module_only,
                 custom_load_fn,
             )
-        if not states and load.wants_scheduler and engine.lr_scheduler is not None:
-            rates = resumed_groups.rates_of(engine.lr_scheduler)
-            for group, lr in zip(engine.optimizer.param_groups, rates, strict=False):
-                resumed_groups.set_value(group, "lr", lr)
+        checkpointing.follow_schedule(load)
         if not (states or masters):
             checkpointing.restart_step()
         elif load.plan is not None:

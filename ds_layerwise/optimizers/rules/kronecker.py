@@ -173,7 +173,9 @@ class Kronecker(KeptMoments):
                 update = self._update(gradients, some, step, hyper)
                 if update is None:
                     continue
-                self._limit(update)
+                if self.max_update_rms:
+                    rms = norms_of(update) / math.sqrt(update.shape[-2] * update.shape[-1])
+                    update.mul_((self.max_update_rms / (rms + _RMS_EPS)).clamp(max=1.0))
                 self.decay_([matrices], [update], hyper)
                 matrices.add_(update, alpha=-hyper.lr)
                 del update
@@ -219,12 +221,6 @@ class Kronecker(KeptMoments):
     def _is_due(self, step: int) -> bool:
         """Tell whether bases or roots are recomputed at this step."""
         return (step - 1) % self.precondition_frequency == 0
-
-    def _limit(self, update: Tensor) -> None:
-        """Scale each matrix down to ``max_update_rms``, in place."""
-        if self.max_update_rms:
-            rms = norms_of(update) / math.sqrt(update.shape[-2] * update.shape[-1])
-            update.mul_((self.max_update_rms / (rms + _RMS_EPS)).clamp(max=1.0))
 
 
 def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:

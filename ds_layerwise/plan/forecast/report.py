@@ -46,7 +46,7 @@ def plan_table(
     products: Mapping[Recipe, str] | None = None,
     memory_bytes: int | None = None,
     gb_s: float | None = None,
-    clip_grad: float | None = None,
+    clip_grad: float = 1.0,
 ) -> str:
     """Return plain text for a log, without colours.
 
@@ -59,11 +59,10 @@ def plan_table(
         memory_bytes: the memory of one device; None if it is not known.
         gb_s: the bandwidth of a rank, in 10^9 bytes per second, for which seconds are printed; None
             for none.
-        clip_grad: the bound of the gradients' norm, 0 for none; None if it is not known.
+        clip_grad: the bound of the gradients' norm, 0 for none.
     """
     parts = _recipe_parts(routes, specs, optimizer, groups or [optimizer.group()], products or {})
-    if clip_grad is not None:
-        parts.append(f"gradient_clipping: {clip_grad:g}")
+    parts.append(f"gradient_clipping: {clip_grad:g}")
     if without_effect:
         parts.append(f"without effect here: {', '.join(without_effect)}")
     columns = [_costs(each, memory_bytes, gb_s) for each in forecasts]

@@ -704,6 +704,14 @@ class Checkpointing:
             is_half="float16" in planned.layout.buffers and "float16" in (header.dtypes or ()),
         )
 
+    def follow_schedule(self, load: Load) -> None:
+        """Set the rates of all groups to those of a schedule that goes on without states."""
+        run = self._run
+        rates = resumed_groups.rates_of(run.engine().lr_scheduler, load.wants_scheduler)
+        for group, lr in zip(run.optimizer.param_groups, rates, strict=False):
+            if not load.states:
+                resumed_groups.set_value(group, "lr", lr)
+
     def _report(self, load: Load, mine: Mapping[str, str]) -> None:
         """Report once, for all ranks, everything that could not be loaded."""
         run = self._run

@@ -127,12 +127,7 @@ def after_another(
         scheduler, goes_on: as in :func:`resumed`.
     """
     saved = header.configured or ()
-    rates: Sequence[Any] = ()
-    if goes_on:
-        rates = rates_of(scheduler)
-    elif goes_on is None:
-        # A scheduler that the script restores by itself has left its mark.
-        rates = [group["lr"] for group in saved if "initial_lr" in group]
+    rates = rates_of(scheduler, goes_on, saved)
     groups = []
     for index, built in enumerate(optimizer.built_with):
         changes = ""
@@ -143,7 +138,8 @@ def after_another(
             if scheduler or rates:
                 del before["lr"]
             # DeepSpeed's scheduler has no key of its own in a group.
-            if rates and getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index]):
+            cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index])
+            if rates and cycles and "betas" in before:
                 values["betas"] = before.pop("betas")
             # A scheduler of torch leaves the rate from which it starts.
             start = optimizer.param_groups[index].get("initial_lr")
@@ -159,15 +155,25 @@ def after_another(
     return groups
 
 
-def rates_of(scheduler: Any) -> Sequence[Any]:
-    """Return the rates at which a scheduler continues from its state, by group; none if it does not
+def rates_of(
+    scheduler: Any, goes_on: bool | None, saved: Sequence[Mapping[str, Any]] = ()
+) -> Sequence[Any]:
+    """Return the rates at which a schedule continues, by group; none if it does not, or does not
     tell.
+
+    Args:
+        scheduler, goes_on: as in :func:`resumed`.
+        saved: the groups of the saved run.
     """
-    if _is_deepspeeds(scheduler):
+    if goes_on is None:
+        # A scheduler that the script restores by itself has left its mark.
+        return [group["lr"] for group in saved if "initial_lr" in group]
+    tell = getattr(scheduler, "get_last_lr", list) if goes_on else list
+    if goes_on and _is_deepspeeds(scheduler):
         # Its state is a number of steps alone.
-        found: Sequence[Any] = scheduler.get_lr()
-        return found
-    return getattr(scheduler, "get_last_lr", list)()
+        tell = scheduler.get_lr
+    rates: Sequence[Any] = tell()
+    return rates
 
 
 def _is_deepspeeds(scheduler: Any) -> bool:

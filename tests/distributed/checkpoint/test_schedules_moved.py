@@ -177,7 +177,8 @@ class TestRatesAlone(DistributedTest):
 
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("kind, module_only", [
-        ("WarmupLR", False), ("CosineAnnealingLR", False), ("OneCycle", False), ("CosineAnnealingLR", True)])
+        ("WarmupLR", False), ("CosineAnnealingLR", False), ("CosineAnnealingLR", True),
+        pytest.param("OneCycle", False, marks=pytest.mark.thorough)])
     def test_without_states_the_schedule_goes_on(self, kind, module_only, tmp_path):
         engine = started(OWN, 2, kind)
         start = engine.get_lr()

@@ -127,14 +127,14 @@ def test_a_fused_projection_that_stays_whole_has_an_override_that_splits_it():
 ])
 def test_recipes_are_told_with_their_settings(params, said):
     text = table(params, [group(params)] * 2)
-    assert f" {said} layout " in " ".join(text.split())
+    assert f" {said} gradient_clipping: 1 layout " in " ".join(text.split())
 
 
 def test_a_class_may_be_both_optimizers():
     params = {"matrix_optimizer": "torch.optim:AdamW", "matrix_params": {"eps": 1e-6},
               "scalar_optimizer": "torch.optim:AdamW", "scalar_params": {"eps": 1e-7}}
     text = table(params, [group({})] * 2, kind="LayerWise")
-    assert " torch.optim:AdamW: eps 1e-06; torch.optim:AdamW: eps 1e-07 layout " in " ".join(text.split())
+    assert " torch.optim:AdamW: eps 1e-06; torch.optim:AdamW: eps 1e-07 gradient_clipping: 1 layout " in " ".join(text.split())
 
 
 def test_keys_without_effect_are_named():
