@@ -134,7 +134,8 @@ def test_a_class_may_be_both_optimizers():
     params = {"matrix_optimizer": "torch.optim:AdamW", "matrix_params": {"eps": 1e-6},
               "scalar_optimizer": "torch.optim:AdamW", "scalar_params": {"eps": 1e-7}}
     text = table(params, [group({})] * 2, kind="LayerWise")
-    assert " torch.optim:AdamW: eps 1e-06; torch.optim:AdamW: eps 1e-07 gradient_clipping: 1 layout " in " ".join(text.split())
+    said = "torch.optim:AdamW: eps 1e-06; torch.optim:AdamW: eps 1e-07 gradient_clipping: 1"
+    assert f" {said} layout " in " ".join(text.split())
 
 
 def test_keys_without_effect_are_named():
