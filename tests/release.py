@@ -226,10 +226,12 @@ def quickstart(work: Path) -> None:
 
 
 def plans(work: Path) -> None:
-    """ds-layerwise plan knows its models there."""
+    """ds-layerwise plan takes a model of one's own there, without transformers."""
     config = source_in(work) / "ds_configs/quickstart.json"
-    out = run(work, "ds-layerwise", "plan", "--model", "gpt2-124m", "--config", config, "--ranks", 2, "--json")
-    if '"elements": 124439808' not in out:
+    model = "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8))\n"
+    (work / "empty" / "own_model.py").write_text(model)
+    out = run(work, "ds-layerwise", "plan", "--model", "own_model:build", "--config", config, "--ranks", 2, "--json")
+    if '"elements": 2344' not in out:
         raise Failed(out)
 
 
