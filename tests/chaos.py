@@ -536,16 +536,18 @@ class Campaign:
         """Return a random number of micro-batches, up to ``most`` steps."""
         return self.rng.randint(1, most * self.options.gas)
 
-    def save(self, faults: Faults | None = None, deadly: str = "", then_train: int = 0) -> str:
+    def save(self, faults: Faults | None = None, deadly: str = "", then_train: int | None = 0) -> str:
         """Save at the current point of the engine, or within the next micro-batch; return the error.
 
         Args:
-            then_train: train on so many micro-batches after that, with the same faults. A save beside the training ends
-                in there.
+            then_train: train on so many micro-batches after that, with the same faults; None for as many as are left of
+                the step, and one more. A save beside the training ends at the end of a step.
         """
         rng = self.rng
         if rng.random() < 0.6:
             self.train(self.some_micro_batches(2))
+        if then_train is None:
+            then_train = self.options.gas - self.micro + 1
         tag = rng.choice(["a", "b", None])
         latest = rng.random() < 0.9
         within = rng.random() < 0.3
@@ -783,8 +785,7 @@ class Campaign:
             self.said.append(f"{kind}, {fault['bytes']} bytes")
         self.said.append(f"on rank {victim}")
         beside = self.options.writer == "decoupled"
-        then = self.options.gas - self.micro + 1 if beside else 0
-        raised = self.save({victim: fault}, then_train=then)
+        raised = self.save({victim: fault}, then_train=None if beside else 0)
         self.said.append(raised[:100] or "went well")
         if beside and raised:
             # DeepSpeed decides what the engine can do without its writer.
