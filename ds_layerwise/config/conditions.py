@@ -123,13 +123,7 @@ class Conditions(Section):
             _meets(self.name, lambda glob: fnmatchcase(facts.name, glob))
             and _meets(self.regex, lambda pattern: re.fullmatch(pattern, facts.name))
             and _meets(self.ndim, lambda ndim: len(facts.shape) == ndim)
-            and _meets(
-                self._shapes(),
-                lambda sizes: (
-                    len(sizes) == len(facts.shape)
-                    and all(map(lambda size, actual: size in (None, actual), sizes, facts.shape))
-                ),
-            )
+            and _meets(self._shapes(), lambda sizes: _fits(facts.shape, sizes))
             and _meets(self.min_elements, lambda least: numel >= least)
             and _meets(self.max_elements, lambda most: numel <= most)
             and _meets(self.module, lambda glob: _in_module(facts, glob, self.module))
@@ -183,6 +177,12 @@ def has_attribute(facts: Facts, attr: str) -> bool:
         raise RoutingError(
             f"{facts.name}.{attr} is neither true nor false: {e}; a condition attr needs one"
         ) from e
+
+
+def _fits(shape: Shape, wanted: Sizes) -> bool:
+    return len(shape) == len(wanted) and all(
+        size in (None, actual) for actual, size in zip(shape, wanted, strict=True)
+    )
 
 
 def each_of(value: Any) -> tuple[Any, ...]:

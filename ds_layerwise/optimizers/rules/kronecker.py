@@ -174,6 +174,7 @@ class Kronecker(KeptMoments):
                 if update is None:
                     continue
                 if self.max_update_rms:
+                    # Each matrix by itself comes down to that.
                     rms = norms_of(update) / math.sqrt(update.shape[-2] * update.shape[-1])
                     update.mul_((self.max_update_rms / (rms + _RMS_EPS)).clamp(max=1.0))
                 self.decay_([matrices], [update], hyper)

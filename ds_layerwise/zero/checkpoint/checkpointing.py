@@ -705,12 +705,15 @@ class Checkpointing:
         )
 
     def follow_schedule(self, load: Load) -> None:
-        """Set the rates of all groups to those of a schedule that goes on without states."""
+        """Set the rates of all groups to those of a schedule that goes on, if ``load`` takes no
+        states; those set the rates with all else in the groups.
+        """
+        if load.states:
+            return
         run = self._run
         rates = resumed_groups.rates_of(run.engine().lr_scheduler, load.wants_scheduler)
         for group, lr in zip(run.optimizer.param_groups, rates, strict=False):
-            if not load.states:
-                resumed_groups.set_value(group, "lr", lr)
+            resumed_groups.set_value(group, "lr", lr)
 
     def _report(self, load: Load, mine: Mapping[str, str]) -> None:
         """Report once, for all ranks, everything that could not be loaded."""

@@ -155,9 +155,7 @@ def after_another(
     return groups
 
 
-def rates_of(
-    scheduler: Any, goes_on: bool | None, saved: Sequence[Mapping[str, Any]] = ()
-) -> Sequence[Any]:
+def rates_of(scheduler: Any, goes_on: bool | None, saved: Sequence[Mapping[str, Any]] = ()) -> Any:
     """Return the rates at which a schedule continues, by group; none if it does not, or does not
     tell.
 
@@ -168,12 +166,12 @@ def rates_of(
     if goes_on is None:
         # A scheduler that the script restores by itself has left its mark.
         return [group["lr"] for group in saved if "initial_lr" in group]
-    tell = getattr(scheduler, "get_last_lr", list) if goes_on else list
-    if goes_on and _is_deepspeeds(scheduler):
+    if not goes_on:
+        return ()
+    if _is_deepspeeds(scheduler):
         # Its state is a number of steps alone.
-        tell = scheduler.get_lr
-    rates: Sequence[Any] = tell()
-    return rates
+        return scheduler.get_lr()
+    return getattr(scheduler, "get_last_lr", list)()
 
 
 def _is_deepspeeds(scheduler: Any) -> bool:
