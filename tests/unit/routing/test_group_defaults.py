@@ -287,5 +287,5 @@ def test_the_table_tells_the_preset(params, told):
     specs = specs_of(((name, tuple(p.shape), "float32") for name, p in model.named_parameters()), routes)
     text = " ".join(plan_table(routes, specs, [forecast(specs, routes, run, 2)], run.optimizer,
                                    without_effect=["preset end"]).split())
-    assert (told or "").replace(" preset end", " without effect here") in text
+    assert (told or "").replace(" preset end", " gradient_clipping: 1 without effect here") in text
     assert ("preset" in text.replace("preset end", "")) is (told is not None)
