@@ -24,7 +24,6 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,7 +57,6 @@ from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, refuse_groups_left, tensor_group
-from ds_layerwise.plan.forecast.report import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.ranks.sync.param_cuts import make_fetcher, refuse_unfetchable, whole_shapes
@@ -342,8 +340,6 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
             announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")
     elif dist.get_rank() == 0:
         announce(built.describe())
-    if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("ds_layerwise: %s", as_text(built.listed()))
     return built
 
 

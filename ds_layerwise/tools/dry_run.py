@@ -38,6 +38,7 @@ from ds_layerwise.routing.module_of import config_value
 from ds_layerwise.routing.override_matching import require_members
 from ds_layerwise.routing.routes import Routes, idle_keys
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.rate_checks import check_peaks
 from ds_layerwise.zero.setup.run_plan import norm_groups_of, route
 
 #: The folder of the models that come with the package, each a ``config.json`` of transformers.
@@ -324,6 +325,8 @@ def checked(path: Path) -> list[str]:
     num_ranks *= Mesh.of(given, {}).sp
     lines = _for_auto(by_trainer, filled, check_for(filled, num_ranks))
     run = RunConfig.from_ds_config(filled)
+    used = {recipe.lr_ratio for recipe in run.optimizer.recipes}
+    check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer, used={0: used})
     if given.keys().isdisjoint(batches):
         lines.append(f"a run needs {' or '.join(batches)}")
     if run.without_effect:

@@ -328,8 +328,9 @@ def _recipe_parts(
     head: list[Table | str] = [
         _parameters(routes, specs, chosen, groups),
         "optimizer: whole, one rank owns each parameter, or split, all ranks share each evenly; "
-        "because: the rule that decided; tensors, elements: how many; lr, weight decay: in the "
-        "next step, from least to greatest; for example: the first of them",
+        "because: the rule that decided; tensors, elements: how many; lr, weight decay: now, "
+        "from least to greatest, before a scheduler or a load sets them; for example: the first "
+        "of them",
         "; ".join(lines),
     ]
     if chosen.preset:

@@ -13,7 +13,6 @@ import torch
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
@@ -712,7 +711,7 @@ class Checkpointing:
             return
         run = self._run
         rates = resumed_groups.rates_of(run.engine().lr_scheduler, load.wants_scheduler)
-        for group, lr in zip(run.optimizer.param_groups, rates, strict=False):
+        for group, lr in zip(run.optimizer.param_groups, rates):
             resumed_groups.set_value(group, "lr", lr)
 
     def _report(self, load: Load, mine: Mapping[str, str]) -> None:
@@ -736,7 +735,7 @@ class Checkpointing:
             )
             lines.append(
                 f"{len(everywhere)} of {len(run.planned.specs)} parameters have other optimizer "
-                f"states than in {load.folder}: {counts}"
+                f"states than in {load.folder}: {counts}; all others go on with theirs"
             )
         if load.states:
             lines += converted(load.header, self._kept, everywhere)
@@ -744,8 +743,6 @@ class Checkpointing:
         # missed.
         for line in lines:
             announce(f"ds_layerwise: {line}")
-        for name, why in everywhere.items():
-            logger.debug(f"ds_layerwise: {name}: {why}")
 
     @torch.no_grad()
     def masters_from_weights(self) -> None:

@@ -88,7 +88,6 @@ def resumed(
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)
     for index, (saved, before) in enumerate(pairs):
         built = optimizer.built_with[index]
-        lr = float(saved["lr"])
         changes = _changes(optimizer.named(before), optimizer.named(built))
         name = f"param_groups[{index}]"
         if index in otherwise:
@@ -108,7 +107,7 @@ def resumed(
         factor = 1.0
         if goes_on:
             factor = built["lr"] / (before["lr"] or built["lr"])
-            values["lr"] = lr * factor
+            values["lr"] = float(saved["lr"]) * factor
         line = f"{name}: {changes}this run's values are used, because {why}"
         groups.append(ResumedGroup(values, built, line, factor))
     return groups
@@ -147,10 +146,10 @@ def after_another(
                 factor = start / (saved[index].get("initial_lr") or start)
             changes = _changes(before, optimizer.named(built))
         line = f"param_groups[{index}]: {changes}this run's values are used, because the saved run "
-        line += "used another optimizer"
+        line += "was not one of ds_layerwise"
         if index < len(rates):
             lr = values["lr"] = rates[index] * factor
-            line += f"; lr is {lr:g}, where the schedule goes on"
+            line += f"; lr is {lr:g}, other rates in proportion, where the schedule goes on"
         groups.append(ResumedGroup(values, built, line, factor))
     return groups
 

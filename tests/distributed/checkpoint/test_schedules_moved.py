@@ -104,7 +104,7 @@ class TestFromStock(DistributedTest):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             own.load_checkpoint(tmp_path, tag="converted")
         if dist.get_rank() == 0:
-            assert f"lr is {stock.get_lr()[0]:g}, where the schedule goes on" in printed.getvalue()
+            assert f"lr is {stock.get_lr()[0]:g}, other rates in proportion, where" in printed.getvalue()
         restored.load_state_dict(schedule.state_dict())
         assert_as(steps(own, 2, 5, restored), steps(stock, 2, 5, schedule))
 

@@ -1,12 +1,10 @@
 """An engine starts whatever its stdout is."""
 
 import io
-import logging
 import sys
 from contextlib import contextmanager
 
 import pytest
-from deepspeed.utils import logger
 
 from ds_layerwise.checkpoint import manifest, reshard
 from ds_layerwise.output import LONG_LOAD
@@ -38,20 +36,6 @@ class TestStartUpTable(DistributedTest):
             to = stderr if stdout in (None, closed) else stdout
             text = to.buffer.getvalue().decode(to.encoding)
             assert "matrix updates" in text and "muon (whole)" in text and text.isascii()
-
-    @pytest.mark.world_size(2)
-    def test_the_log_lists_every_parameter_for_who_asks(self, monkeypatch):
-        said = []
-        monkeypatch.setattr(logger, "debug", lambda text, *args: said.append(text % args))
-        monkeypatch.setattr(logger, "level", logging.DEBUG)
-        logger._cache.clear()
-        engine = start(tiny_gpt(), ds_config())
-        lists = [text for text in said if "because" in text]
-        assert len(lists) == (1 if engine.optimizer.rank == 0 else 0)
-        for lines in (text.splitlines()[1:] for text in lists):
-            assert [line.split()[0] for line in lines] == list(engine.optimizer.routes)
-            assert [line.split()[2] == "muon" for line in lines] == [
-                route.whole for route in engine.optimizer.routes.values()]
 
 
 class TestWhatIsSaidLater(DistributedTest):

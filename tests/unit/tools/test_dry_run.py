@@ -451,7 +451,9 @@ def test_dtypes_are_spelled_as_in_deepspeed(spelling):
     (config(train_micro_batch_per_gpu=2), "a run needs train_batch_size or train_micro_batch_size_per_gpu"),
     (config(train_batch_size=64, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2), "ok: "),
     (config(train_batch_size=32, sequence_parallel_size=4), "ok: "),
-    (config(zero_optimization={"stage": 3, "reduce_bucket_size": "auto"}), "reduce_bucket_size = 500000000")])
+    (config(zero_optimization={"stage": 3, "reduce_bucket_size": "auto"}), "reduce_bucket_size = 500000000"),
+    (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
+            optimizer={"type": "LayerWise", "params": {"matrix_optimizer": "adamw", "lr": 1e-3}}), "ok: adamw")])
 def test_a_config_is_checked_without_a_model(given, said, files):
     code, out, err = run("check", files(given)[4])
     assert (code, err) == (0, "") and said in out and out.splitlines()[-1].startswith("ok: ")
@@ -462,6 +464,8 @@ def test_a_config_is_checked_without_a_model(given, said, files):
     (config(zero_optimization={"stage": 4}), "zero_optimization.stage must be 1 or 2 or 3 with this optimizer, got 4"),
     (config(train_batch_size=65, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2), "train_batch_size"),
     (config(layerwise={"table": "long"}), "layerwise.table must be one of 'full', 'short', got 'long'"),
+    (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}), "warmup_max_lr is 0.5, and optimizer.p"),
+    (config(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}), "(the default of WarmupDecayLR)"),
     ("{", "config.json is no JSON")])
 def test_a_check_refuses_what_a_run_refuses(given, message, files):
     assert_refused(message, "check", files(given)[4])
