@@ -181,12 +181,6 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         help="the bandwidth of one rank in 10^9 bytes a second: shows how long the bytes take",
     )
     add(
-        "--reduction",
-        choices=("ordered", "native"),
-        help="method of sums: in float32 and rank order, or the backend's own; by default "
-        'layerwise.reduction, and for "auto" the backend\'s own',
-    )
-    add(
         "--memory",
         type=_gib,
         metavar="GIB",
@@ -294,17 +288,21 @@ def _print_plan(options: argparse.Namespace) -> int:
     _refuse_together(options)
     # Batches do not have to multiply out on all of the devices that are tried.
     ranks = options.ranks if options.fit is None else options.ranks[:1]
-    chosen = {"reduction": options.reduction, "mesh": vars(options)}
-    plan = DryRun.of(options.model, options.config, ranks, **chosen)
+    plan = DryRun.of(options.model, options.config, ranks, mesh=vars(options))
     if options.json or options.list or options.verbose:
         return _print_numbers(options, plan)
     activations = plan.activations(options.tokens) if options.tokens else 0
     memory = options.memory or options.fit
     found: list[list[fit.Fit]] = []
     if memory:
-        room = {"memory_bytes": memory, "activations": activations}
-        given = read_file(options.config)
-        found = fit.find_fits(plan.model, given, options.ranks, **room, **chosen)
+        found = fit.find_fits(
+            plan.model,
+            read_file(options.config),
+            options.ranks,
+            memory_bytes=memory,
+            activations=activations,
+            mesh=vars(options),
+        )
     if options.fit:
         table = fit.as_text(found, options.ranks, memory, activations)
         say_last(f"{rendered(plan.assumed)}\n{table}".lstrip())

@@ -129,8 +129,7 @@ def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coeffici
         if close := nearest(table, TABLES):
             hint = f"did you mean '{close}'?"
         raise ConfigError(f"ns_coefficients {table!r} is not known; {hint}")
-    beyond = rows if cycles else rows[-1:]
-    return (rows + beyond * steps)[:steps]
+    return (rows + (rows if cycles else rows[-1:]) * steps)[:steps]
 
 
 def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ()) -> torch.dtype:

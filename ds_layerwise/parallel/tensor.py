@@ -156,8 +156,7 @@ def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:
         LayoutError: one differs.
     """
     sums = {name: checksum_of(value) for name, value in copies.items()}
-    everyone = comm.gather_objects(sums, group=group)
-    if (found := comm.disagreement(everyone)) is not None:
+    if (found := comm.disagreement(comm.gather_objects(sums, group=group))) is not None:
         name, _, rank = found
         raise LayoutError(
             f"{name} {tuple(copies[name].shape)} has other values on tensor-parallel rank {rank} "

@@ -31,7 +31,7 @@ from ds_layerwise.parallel.mesh import Mesh
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast
 from ds_layerwise.plan.forecast.report import listed
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.layout.transport import Reduction, reduction_of_run
+from ds_layerwise.plan.layout.transport import reduction_of_run
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.ranks.sync.param_cuts import refuse_second, refuse_unfetchable
 from ds_layerwise.routing.module_of import config_value
@@ -211,7 +211,6 @@ class DryRun:
         config: Path | Mapping[str, Any],
         ranks: Sequence[int],
         *,
-        reduction: Reduction | None = None,
         mesh: Mapping[str, int | None] | None = None,
     ) -> DryRun:
         """Plan ``model`` for training with a DeepSpeed config, or the file with it, on each number
@@ -220,7 +219,6 @@ class DryRun:
         Args:
             model: a model, or the text that names one, see :func:`build_model`. It is spread over
                 the mesh in place.
-            reduction: None for the value of the config, where "auto" assumes devices.
             mesh: the sizes of axes that the config does not have; see :meth:`.Mesh.of`.
 
         Raises:
@@ -240,7 +238,6 @@ class DryRun:
         filled, by_trainer = fill_in(given, hidden_size=hidden_size_of(model))
         run = RunConfig.from_ds_config(filled)
         _refuse_unknown(run, axes)
-        sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=False)
         if run.stage == 3:
             refuse_unfetchable(model)
         try:
@@ -275,7 +272,14 @@ class DryRun:
         plans = []
         for specs in stages:
             costs_of = partial(
-                forecast, specs, routes, run, reduction=sums, tp_size=axes.tp, tied=tied
+                forecast,
+                specs,
+                routes,
+                run,
+                # "auto" assumes devices.
+                reduction=reduction_of_run(run.layerwise.reduction, on_host=False),
+                tp_size=axes.tp,
+                tied=tied,
             )
             forecasts = list(map(costs_of, sharing))
             plans.append(cls(model, run, routes, specs, forecasts, assumed, costs_of))

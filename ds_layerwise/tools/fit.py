@@ -17,7 +17,6 @@ from ds_layerwise.config.ds_config import at
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.report import summary, to_look_at
 from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of, time_text
-from ds_layerwise.plan.layout.transport import Reduction
 from ds_layerwise.tools.dry_run import DryRun
 
 _REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
@@ -100,7 +99,6 @@ def find_fits(
     *,
     memory_bytes: int,
     activations: int = 0,
-    reduction: Reduction | None = None,
     mesh: Mapping[str, int | None] | None = None,
 ) -> list[list[Fit]]:
     """Return, for each number of ``devices``, the changes of the config ``given`` with which
@@ -112,9 +110,9 @@ def find_fits(
     Args:
         memory_bytes: the memory of one device.
         activations: bytes of it; see :meth:`.DryRun.activations`.
-        model, reduction, mesh: as in :meth:`.DryRun.of`.
+        model, mesh: as in :meth:`.DryRun.of`.
     """
-    plan_of = partial(DryRun.of, model, reduction=reduction, mesh=mesh)
+    plan_of = partial(DryRun.of, model, mesh=mesh)
     found = []
     for num_devices in devices:
         fits: list[Fit] = []

@@ -142,8 +142,7 @@ def reduced_gradients(engine):
 
 def from_all_ranks(value, group=None):
     """Return the values of all ranks, in order."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
+    everyone: list[Any] = comm.gather_objects(value, group=group)
     return everyone
 
 

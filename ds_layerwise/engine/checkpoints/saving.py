@@ -257,8 +257,7 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     with comm.errors_on_all_ranks():
         if owns:
             files = dict(Manifest.merged(parts.values()).files)
-            more = sorted(set(names_in(folder)) - files.keys())
-            files |= _listed(engine, folder, more).files
+            files |= _listed(engine, folder, sorted(set(names_in(folder)) - files.keys())).files
             atomic.seal(save.folder, Manifest(files, save.save_id))
     _publish(engine, save)
 

@@ -126,7 +126,6 @@ class Shampoo(Kronecker):
     def _root(self, factor: Tensor, exponent: float) -> Tensor:
         values, vectors = eigh(factor)
         largest = values[..., :1]
-        least = self.matrix_eps
-        powers = values.clamp_min(0).add_(largest, alpha=least).pow_(exponent)
+        powers = values.clamp_min(0).add_(largest, alpha=self.matrix_eps).pow_(exponent)
         powers = torch.where(largest > 0, powers, 1.0)
         return (vectors * powers.unsqueeze(-2)) @ vectors.mT

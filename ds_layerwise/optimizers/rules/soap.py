@@ -85,8 +85,7 @@ class Soap(Kronecker):
         """Return two moments, of which the second is in the eigenbases, the factors and their
         bases, and the number of steps.
         """
-        moments = self.like(shape, "exp_avg", "exp_avg_sq")
-        return {**moments, **self.squares(shape, "", "Q_")}
+        return {**self.like(shape, "exp_avg", "exp_avg_sq"), **self.squares(shape, "", "Q_")}
 
     def work(self, shape: Shape) -> int:
         """Return the FLOPs of an update: of the factors, of moving gradient, momentum and update

@@ -106,8 +106,7 @@ class UpdateHooks(Recipe):
             return self
         for key in self.sized_by:
             value = getattr(self, key)
-            default = type(self).model_fields[key].default
-            if value != default:
+            if value != type(self).model_fields[key].default:
                 raise ValueError(
                     f"{key} is {value!r}, but {name} determines the size of updates; remove one of "
                     f"the two (with {name}, change the learning rate instead of {key})"

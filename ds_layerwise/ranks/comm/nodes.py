@@ -119,8 +119,7 @@ def send_both_ways(groups: Iterable[comm.Group], nodes: Sequence[int]) -> None:
 
 def _make_groups(wanted: Iterable[Ranks]) -> dict[Ranks, comm.Group]:
     """Make the groups that this rank is in, by their ranks, while the other ranks make theirs."""
-    everyone = comm.gather_objects(sorted(set(wanted)), group=None)
-    left = sorted(set(chain(*everyone)))
+    left = sorted(set(chain(*comm.gather_objects(sorted(set(wanted)), group=None))))
     world: comm.Group = distributed.group.WORLD
     device = world.bound_device_id
     splits = device is not None and world._get_backend(device).supports_splitting

@@ -12,6 +12,8 @@ Note: why not over the existing group
 from __future__ import annotations
 
 import os
+import pickle
+import struct
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -116,12 +118,18 @@ def _hosts(world: Any) -> Any:
     return hosts
 
 
-def _of_all(value: Any, group: Any) -> list[Any]:
-    values: list[Any] = [None] * distributed.get_world_size(group)
-    # Not the function of deepspeed.comm: its comms logger does not know this collective, and ends
-    # the process with exit code 0.
-    distributed.all_gather_object(values, value, group=group)
-    return values
+def _of_all(value: Any, group: Any, room: int = 512) -> list[Any]:
+    """Gather in one collective if no pickled value has more than ``room`` bytes, else in two."""
+    pickled = pickle.dumps(value)
+    row = f"q{room}s"
+    own = torch.frombuffer(bytearray(struct.pack(row, len(pickled), pickled)), dtype=torch.uint8)
+    everyone = own.new_empty(distributed.get_world_size(group), len(own))
+    # Not the function of deepspeed.comm, whose logger would count it among those of a step.
+    distributed.all_gather(list(everyone), own, group=group)
+    sizes, texts = zip(*(struct.unpack(row, each) for each in everyone.numpy()), strict=True)
+    if max(sizes) > room:
+        return _of_all(value, group, max(sizes))
+    return list(map(pickle.loads, texts))
 
 
 def _of_some(value: Any, ranks: list[int], hosts: Any) -> list[Any]:

@@ -164,8 +164,7 @@ class WholeWeights:
             StepError: ranks have different values. Most of them would be lost.
         """
         changed = self._changed()
-        everywhere = comm.gather_objects(changed, group=self._group)
-        anywhere = dict.fromkeys(chain(*everywhere))
+        anywhere = dict.fromkeys(chain(*comm.gather_objects(changed, group=self._group)))
         check_same({name: self._params[name] for name in anywhere}, self._ep_size, self._group)
         self._check_other_parts(changed)
         self._take_note()

@@ -155,8 +155,7 @@ class CutSync:
                 lost.append(name)
 
         self._transfer.all_to_owners(take=compare, pending=1)
-        everywhere = comm.gather_objects(lost, group=self._group)
-        if names := sorted(chain(*everywhere)):
+        if names := sorted(chain(*comm.gather_objects(lost, group=self._group))):
             raise StepError(
                 f"{few(names)} was written into the cuts of ZeRO stage 3 in a way that shows "
                 "nowhere, and would be lost; call engine.optimizer.reload_weights() on all ranks "

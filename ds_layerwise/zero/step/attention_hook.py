@@ -193,8 +193,7 @@ def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts
             some = query[:, :, first : first + rows] * scaling
             logits = some.reshape(batch, kv_heads, -1, some.shape[-1]) @ turned
             logits = logits.view(batch, heads, -1, keys)
-            allowed = counts(first, first + some.shape[2])
-            logits = logits.masked_fill(~allowed, -math.inf)
+            logits = logits.masked_fill(~counts(first, first + some.shape[2]), -math.inf)
             largest = torch.maximum(largest, logits.amax((0, 2, 3)).float())
     return largest
 

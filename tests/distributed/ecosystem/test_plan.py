@@ -62,10 +62,15 @@ def built(family):
     return getattr(transformers, name)(hf_config), hf_config
 
 
+def as_on_the_host(config):
+    """The text of a config whose plan has the sums of ranks without devices."""
+    return json.dumps({**config, "layerwise": {**config.get("layerwise", {}), "reduction": "ordered"}})
+
+
 def assert_same(engine, model, path, told_beside=""):
     """Check that a plan says of ``model`` what the engine says: its layout, numbers, routes and table."""
     size = engine.optimizer.layout.world_size
-    arguments = ["plan", "--model", model, "--config", path, "--ranks", size, "--reduction", "ordered"]
+    arguments = ["plan", "--model", model, "--config", path, "--ranks", size]
     code, out, err = run(*arguments, "--json", "--list")
     assert code == 0 and err.endswith(told_beside) and err.count("\n") == bool(told_beside)
     plan, = json.loads(out)
@@ -90,7 +95,7 @@ class TestAgainstTheEngine(DistributedTest):
             config = ds_config(**changes)
             if changes.get("bucket_numel", 1) is None:
                 config["zero_optimization"]["reduce_bucket_size"] = "auto"
-            path.write_text(json.dumps(config))
+            path.write_text(as_on_the_host(config))
             engine = start(tiny_gpt(), config)
             # Nobody has filled it in, and the model says no hidden_size, so that both take DeepSpeed's default.
             assert_same(engine, "tests.support.models:tiny_gpt", path,
@@ -114,7 +119,7 @@ class TestAgainstTheEngine(DistributedTest):
         config = ds_config(stage=stage, bucket_numel=3000, params={"weight_decay": 0.1}, **BF16)
         folder = tmp_path / str(dist.get_rank())
         folder.mkdir()
-        (folder / "ds.json").write_text(json.dumps(config))
+        (folder / "ds.json").write_text(as_on_the_host(config))
         for family in FAMILIES:
             model, hf_config = built(family)
             hf_config.save_pretrained(folder)
@@ -159,8 +164,7 @@ class TestNodes(DistributedTest):
         engine, said = said_at_start(capsys, LlamaForCausalLM(SMALL), config := ds_config(bucket_numel=3000))
         assert said == ([UNEVEN.format(told)] if told and dist.get_rank() == 0 else [])
         SMALL.save_pretrained(tmp_path / str(dist.get_rank()))
-        (ds_json := tmp_path / f"{dist.get_rank()}.json").write_text(json.dumps(config))
-        plan = DryRun.of(str(tmp_path / str(dist.get_rank())), ds_json, [4], reduction="ordered")
+        plan = DryRun.of(str(tmp_path / str(dist.get_rank())), json.loads(as_on_the_host(config)), [4])
         assert plan.forecasts[0].layout.digest() == engine.optimizer.layout.digest()
         assert plan.forecasts[0] == engine.optimizer.forecast()
         assert bool(nodes.make_levels({1: None}, nodes.node_of_each_rank())) == (counts == (2, 2))

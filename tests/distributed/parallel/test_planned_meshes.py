@@ -23,8 +23,9 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidd
 
 
 def plan_of(model, config, **mesh):
-    """The plan for as many ranks as there are."""
-    return DryRun.of(model, config, [dist.get_world_size()], reduction="ordered", mesh=mesh)
+    """The plan for as many ranks as there are, of sums as on the host."""
+    config = {**config, "layerwise": {**config.get("layerwise", {}), "reduction": "ordered"}}
+    return DryRun.of(model, config, [dist.get_world_size()], mesh=mesh)
 
 
 def assert_planned(engine, plan):

@@ -79,11 +79,11 @@ def cells(out, columns):
 
 
 def test_sums_are_those_that_are_asked_for_and_bytes_take_as_long_as_a_bandwidth_says(files):
-    def plan(*more):
-        found, = json.loads(run(*files(config(), "4", "--json", *more))[1])
+    def plan(*more, **layerwise):
+        found, = json.loads(run(*files(config(layerwise=layerwise), "4", "--json", *more))[1])
         return found
 
-    assert plan()["reduction"] == "native" and plan("--reduction", "ordered")["reduction"] == "ordered"
+    assert plan()["reduction"] == "native" and plan(reduction="ordered")["reduction"] == "ordered"
     # Each of two buckets has matrices for two ranks.
     assert plan()["transports"] == {"even": 0, "cuts": 2}
     slow = plan("--gb_s", "0.5")
@@ -119,9 +119,9 @@ def test_memory_is_a_positive_number_of_gib(memory, files, capsys):
 
 
 def test_several_numbers_of_ranks_are_columns_with_the_same_numbers(files):
-    given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
-    code, out, _ = run(*files(given, "1,2,4", "--reduction", "ordered", "--verbose"))
-    plans = json.loads(run(*files(given, "1,2,4", "--json", "--reduction", "ordered"))[1])
+    given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048}, layerwise={"reduction": "ordered"})
+    code, out, _ = run(*files(given, "1,2,4", "--verbose"))
+    plans = json.loads(run(*files(given, "1,2,4", "--json"))[1])
     rows = {name: values for name, *values in cells(out, 4)}
 
     def short(num_bytes):
