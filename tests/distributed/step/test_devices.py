@@ -99,12 +99,12 @@ class TestDevices(DistributedTest):
         engine = start(Net(), ds_config(**config))
         assert uses[0] == f"set_device {rank}"
         assert "broadcast" in uses  # of the model: the watch sees what there is to see
-        assert not [use for use in uses if "object" in use]
+        assert not [use for use in uses if "object" in use or use == "all_gather"]
         uses.clear()
         train_engine(engine, 2)
         engine.save_checkpoint(tmp_path, tag="saved")
         engine.load_checkpoint(tmp_path, tag="saved")
-        assert "all_to_all_single" in uses and not [use for use in uses if "object" in use]
+        assert "all_to_all_single" in uses and not [use for use in uses if "object" in use or use == "all_gather"]
         engine.destroy()
 
     def test_the_device_is_the_one_that_deepspeed_takes(self, uses, tmp_path):
@@ -150,6 +150,19 @@ class TestObjects(DistributedTest):
         assert not uses
         dist.all_reduce(torch.ones(1))
         assert uses == ["all_reduce"]
+
+    def test_small_ones_take_one_collective_and_larger_ones_two(self, monkeypatch, tmp_path):
+        join(tmp_path / "store")
+        rank = dist.get_rank()
+        comm.gather_objects(None, group=None)
+        calls, gather = [], distributed.all_gather
+        monkeypatch.setattr(distributed, "all_gather", lambda *args, **kwargs: calls.append(gather(*args, **kwargs)))
+        # Of rank 1 alone, in bytes beside which a pickled text takes some.
+        for size, expected in ((0, 1), (450, 1), (513, 2), (100_000, 2)):
+            calls.clear()
+            found = comm.gather_objects((rank, "x" * size * (rank == 1), None), group=None)
+            assert found == [(each, "x" * size * (each == 1), None) for each in range(3)]
+            assert len(calls) == expected, size
 
     @needs("torch>=2.13", "its groups are always in the order of ranks")
     def test_objects_of_some_ranks_come_in_the_order_of_the_group(self, uses, tmp_path):
