@@ -77,6 +77,7 @@ SELECTION = (
     "tests/unit/ranks/test_*.py",
     "tests/unit/zero/test_*.py",
     "tests/distributed/checkpoint/test_checkpoint.py",
+    "tests/distributed/checkpoint/test_schedules_moved.py",
     "tests/distributed/checkpoint/test_stage3_interop.py",
     "tests/distributed/checkpoint/test_universal.py",
     "tests/distributed/ecosystem/test_contract.py",
