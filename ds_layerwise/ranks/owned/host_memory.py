@@ -248,8 +248,7 @@ class HostMemory:
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """Return the part of ``memory`` from byte ``start`` on, in the shape and dtype of ``like``."""
-    part = memory.view(torch.uint8)[start : start + like.nbytes]
-    return part.view(like.dtype).view(like.shape)
+    return memory.view(torch.uint8)[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class _Slot(NamedTuple):

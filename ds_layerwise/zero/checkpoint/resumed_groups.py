@@ -88,6 +88,8 @@ def resumed(
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)
     for index, (saved, before) in enumerate(pairs):
         built = optimizer.built_with[index]
+        # One that is not there is an error, whatever the group holds.
+        lr = float(saved["lr"])
         changes = _changes(optimizer.named(before), optimizer.named(built))
         name = f"param_groups[{index}]"
         if index in otherwise:
@@ -107,7 +109,7 @@ def resumed(
         factor = 1.0
         if goes_on:
             factor = built["lr"] / (before["lr"] or built["lr"])
-            values["lr"] = float(saved["lr"]) * factor
+            values["lr"] = lr * factor
         line = f"{name}: {changes}this run's values are used, because {why}"
         groups.append(ResumedGroup(values, built, line, factor))
     return groups

@@ -248,7 +248,8 @@ class Damage:
 
     def edit(self, path, change, *, whole=False):
         content = torch.load(path, weights_only=False)
-        inside = content.get("optimizer_state_dict", content)
+        # A universal one has an entry of that name for DeepSpeed's stage 3, beside ours.
+        inside = content if regular.KEY in content else content.get("optimizer_state_dict", content)
         change(*[inside.get(regular.KEY), inside][:1 + whole])
         path.unlink()
         torch.save(content, path)
