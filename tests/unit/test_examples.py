@@ -603,6 +603,7 @@ def test_other_benchmarks_run(command, rows):
     assert sum(line.startswith("| ") for line in done.stdout.splitlines()) >= rows
 
 
+@pytest.mark.thorough
 def test_the_benchmark_of_memory_runs_and_predictions_hold():
     script = ROOT / "examples" / "benchmarks" / "memory.py"
     done = subprocess.run([sys.executable, str(script), "--small"], capture_output=True, text=True, timeout=900)

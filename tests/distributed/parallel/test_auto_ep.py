@@ -219,7 +219,7 @@ class TestTraining(DistributedTest):
         for ep_size, gas in zip(ep_sizes(), (2, 1, 2)):
             check_whole_numbers(ep_size, gas, stage=stage)
 
-    @pytest.mark.parametrize("stage", FROM_2)
+    @pytest.mark.parametrize("stage", [*FROM_2[:1], pytest.param(2, marks=pytest.mark.thorough), *FROM_2[2:]])
     @pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.thorough), True])
     def test_a_real_forward_pass(self, stage, silent):
         for ep_size in ep_sizes():
@@ -368,7 +368,8 @@ class TestCheckpoints(DistributedTest):
         world = dist.get_world_size()
         for ep_size in ep_sizes():
             engine = start_net(ep_size, fake=True, layerwise=CUT, stage=stage)
-            for saved in self.SAVED:
+            # From fewer and from as many ranks as there may be, from stages 1, 2 and 3.
+            for saved in self.SAVED if THOROUGH else {"2_1", "4_2", self.SAVED[-1]}:
                 states, now, later = torch.load(runs / saved / "expected.pt")
                 tags = ["saved"]
                 # A stack is whole in a universal checkpoint, whoever has saved it.

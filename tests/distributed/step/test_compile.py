@@ -146,8 +146,10 @@ class TestCompiled(DistributedTest):
         assert torch.equal(train(other), train(engine))
 
     @needs("torch>=2.13", "its compiler breaks the graph at every hook")
-    @pytest.mark.parametrize("after", [0, 1], ids=["from the start", "while parameters are under way"])
-    @pytest.mark.parametrize("what", ["model", "layer", "layer in one graph", "function"])
+    @pytest.mark.parametrize("what, after", [
+        pytest.param(what, after, id=f"{what} {when}", marks=[pytest.mark.thorough] * (what == "layer" or not after))
+        for after, when in enumerate(["from the start", "while parameters are under way"])
+        for what in ["model", "layer", "layer in one graph", "function"]])
     def test_overlap_param_gather_breaks_no_graph_and_hides_no_weight(self, what, after, monkeypatch):
         arrive_late(monkeypatch)
         config = ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True})

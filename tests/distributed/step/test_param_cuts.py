@@ -337,6 +337,7 @@ class TestWrittenByScripts(DistributedTest):
         for engine in engines[1:]:
             assert_same_run(engine, engines[0])
 
+    @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.thorough), "bf16"])
     def test_writes_into_persistent_parameters_stay_after_each_event(self, precision, tmp_path):
         """Frozen parameters are among them."""
         def save(engine, folder):
