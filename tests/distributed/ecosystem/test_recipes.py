@@ -68,7 +68,7 @@ for _ in range(args.epochs):
         engine.step()
 """}), "deepspeed_chat": ("DEEPSPEED_EXAMPLES", {})}
 #: More steps than 6, as a small batch of noisy images says little.
-STEPS = {"deepspeed_examples": 80}
+STEPS = {"deepspeed_examples": 80, "trainer_image": 16}
 
 
 def environment(name, folder):
