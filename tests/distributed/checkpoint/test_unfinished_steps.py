@@ -9,10 +9,10 @@ from contextlib import nullcontext
 
 import deepspeed.comm as dist
 import pytest
+from deepspeed.utils import logger
 
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.zero.checkpoint import checkpointing
 from tests.support import internals
 from tests.support.checkpoints import assert_same_run, states
 from tests.support.harness import DistributedTest
@@ -90,7 +90,7 @@ class TestEveryPoint(DistributedTest):
 
     def test_it_is_said_once_a_run(self, tmp_path, monkeypatch):
         told = []
-        monkeypatch.setattr(checkpointing.logger, "warning", told.append)
+        monkeypatch.setattr(logger, "warning", told.append)
         engine = start(Net(), ds_config(gas=2))
         run(engine, 3, gas=2)
         for tag in ("a", "b"):
