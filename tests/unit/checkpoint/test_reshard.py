@@ -18,7 +18,7 @@ from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from tests.support.rooms import rooms
 
-pytestmark = rooms("reshard", "record", "any_torch")
+pytestmark = rooms("reshard", "record", "any_torch", "new_names")
 
 SPECS = [ParamSpec("embed", (50, 7), "float32", False), ParamSpec("a", (12, 20), "float32", True, 10),
          ParamSpec("bias", (33,), "float32", False), ParamSpec("b", (9, 9), "bfloat16", True, 5),
