@@ -40,11 +40,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
+def _usual(sizes: list[int]) -> int:
+    """Return the number of ranks that stands for all ``sizes`` unless THOROUGH=1: 3 find what 2 hide."""
+    return 3 if 3 in sizes else min(sizes, key=lambda size: (size == 1, size))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is not None and issubclass(metafunc.cls, OwnDistributedTest):
         sizes = num_ranks_of(metafunc.cls, metafunc.function)
-        # Tests on a single number of ranks always run: no other run stands for them.
-        rarely = getattr(metafunc.cls, "thorough_on", ()) if len(sizes) > 1 else ()
+        rarely = getattr(metafunc.cls, "thorough_on", None)
+        if rarely is None or len(sizes) == 1:
+            rarely = set(sizes) - {_usual(sizes)}
         metafunc.parametrize("_num_ranks", indirect=True, argvalues=[
             pytest.param(n, id=f"{n}rank{'s' * (n > 1)}", marks=[pytest.mark.thorough] * (n in rarely))
             for n in sizes])

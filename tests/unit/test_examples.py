@@ -591,9 +591,9 @@ def test_the_benchmark_of_checkpoints_runs_and_what_it_loads_comes_back():
 
 
 @pytest.mark.parametrize("command, rows", [
-    ("step_overhead.py --times 1", 5), ("dispatches.py", 4),
-    pytest.param("optimizer_part.py --small --ranks 2 --rounds 1", 11,
-                 marks=needs("deepspeed>=0.19.8", "its Muon does not say its dtype")),
+    pytest.param("step_overhead.py --times 1", 5, marks=pytest.mark.thorough), ("dispatches.py", 4),
+    pytest.param("optimizer_part.py --small --ranks 2 --rounds 1", 11, marks=[
+        pytest.mark.thorough, needs("deepspeed>=0.19.8", "its Muon does not say its dtype")]),
 ], ids=lambda value: str(value).split(".")[0])
 def test_other_benchmarks_run(command, rows):
     script, *args = command.split()

@@ -58,6 +58,7 @@ def main(gpu, monkeypatch):
     return ended
 
 
+@pytest.mark.thorough
 @needs("deepspeed>=0.19.8", "its Muon does not say its dtype")
 def test_every_section_runs(tmp_path, gpu):
     out = tmp_path / "report.md"

@@ -43,7 +43,6 @@ def micro_batches(engine, first, last, *, gas):
 
 class TestResume(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (1, 2)
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("stage, gas, more", [
@@ -75,7 +74,6 @@ class TestResume(DistributedTest):
 
 class TestDeepSpeedsTools(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (1, 2)
 
     @needs("deepspeed>=0.19.8", "its zero_to_fp32.py leaves out empty parameters")
     def test_zero_to_fp32_gives_the_masters(self, precision, tmp_path):

@@ -221,7 +221,6 @@ class TestOursIntoStock(DistributedTest):
 
 class TestDenseIntoOurs(DistributedTest):
     world_size = [1, 2]
-    thorough_on = (1,)
 
     def written(self, folder):
         """A checkpoint of weights alone, and these."""

@@ -18,7 +18,6 @@ PATHS = sorted(path for version in FIXTURES.iterdir() for path in version.iterdi
 
 
 class TestOldCheckpoints(DistributedTest):
-    thorough_on = (1, )
 
     @pytest.mark.world_size([1, 2])
     @pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}-{path.stem}")

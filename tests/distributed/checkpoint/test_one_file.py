@@ -27,7 +27,6 @@ CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": BF16, "any": {"optimizer"
 
 
 class TestOneFile(DistributedTest):
-    thorough_on = (1, )
 
     @pytest.fixture
     def saved(self, class_tmpdir):

@@ -105,7 +105,6 @@ class TestAllPairs(DistributedTest):
 
 class TestWeightsAlone(DistributedTest):
     world_size = [2, 3]
-    thorough_on = (2, )
 
     @pytest.fixture
     def saved(self, folder):

@@ -31,7 +31,6 @@ class Matrix(DistributedTest):
     converter makes of it, and from the universal one that was written beside it."""
 
     world_size = [1, 2, 3, 4]
-    thorough_on = (2, 4)
     sections = {}
     tolerance = 1e-6
     #: Which of them the pointer file names; the others are loaded by their tags.
@@ -128,7 +127,6 @@ def everything(**changes):
 
 class TestWhatComesBack(DistributedTest):
     world_size = [1, 3]
-    thorough_on = (1,)
 
     @pytest.mark.parametrize("form", [
         "converted", "direct",

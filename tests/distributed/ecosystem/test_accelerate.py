@@ -152,6 +152,7 @@ if accelerator.is_main_process:
 """
 
 
+@pytest.mark.thorough
 def test_a_script_that_does_not_know_us_under_accelerates_launcher(tmp_path):
     params = {**MUON, "lr": "auto", "weight_decay": "auto", "eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps({

@@ -48,7 +48,7 @@ class TestSameLossCurve(DistributedTest):
         dist.all_reduce(mean)
         return mean / dist.get_world_size()
 
-    @pytest.mark.parametrize("ns_method", ["standard", "gram"])
+    @pytest.mark.parametrize("ns_method", [pytest.param("standard", marks=pytest.mark.thorough), "gram"])
     def test_a_hundred_steps(self, ns_method):
         ds_layerwise.register()
         # Stock sends every parameter of two axes to Muon that has neither "embed" nor "lm_head" in its name.

@@ -28,6 +28,7 @@ own_harness = pytest.mark.skipif("DEEPSPEED_CHECKOUT" in os.environ, reason="abo
 
 class TestRanks(DistributedTest):
     world_size = [1, 2, 3]
+    thorough_on = ()
 
     @pytest.fixture(params=["a", "b"])
     def letter(self, request):
@@ -55,6 +56,7 @@ class TestRanks(DistributedTest):
 
 class TestMadeOnce(DistributedTest):
     world_size = [1, 2]
+    thorough_on = ()
 
     @pytest.fixture
     def made(self, class_tmpdir):
@@ -178,6 +180,7 @@ class TestUneven(DistributedTest):
 
 class TestHangs(DistributedTest):
     world_size = [1, 2]
+    thorough_on = ()
     exec_timeout = 6
 
     def test_hangs(self):

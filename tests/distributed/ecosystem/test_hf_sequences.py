@@ -90,6 +90,7 @@ def llama():
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning")
 class TestSequences(DistributedTest):
     world_size = [2, 4]
+    thorough_on = (2,)
 
     @pytest.fixture
     def twin(self, class_tmpdir, adapter):

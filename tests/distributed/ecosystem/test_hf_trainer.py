@@ -303,8 +303,8 @@ class TestLora(DistributedTest):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 class TestStage3(DistributedTest):
-    @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=needs(
-        "deepspeed>=0.19.8", "adapters at stage 3 lose their values after a save, with its own optimizer, too"))],
+    @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=[pytest.mark.thorough, needs(
+        "deepspeed>=0.19.8", "adapters at stage 3 lose their values after a save, with its own optimizer, too")])],
         ids=["whole", "adapter"])
     def test_it_trains_saves_and_resumes_as_at_stage_2(self, adapter, tmp_path):
         runs = {}

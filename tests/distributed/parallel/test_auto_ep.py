@@ -10,6 +10,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ds_layerwise
 from ds_layerwise import cli
@@ -37,6 +38,7 @@ STAGES = [1, 2, pytest.param(3, marks=needs(*KNOWS_STAGE_3))]
 ENDS = [1, pytest.param(3, marks=needs(*KNOWS_STAGE_3))]
 #: Stage 1 differs from 2 in when it sums, which whole numbers show.
 FROM_2 = [pytest.param(1, marks=pytest.mark.thorough), *STAGES[1:]]
+AT_3 = [*(pytest.param(stage, marks=pytest.mark.thorough) for stage in (1, 2)), STAGES[2]]
 ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 ALL_SCALAR = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
 #: Some stacks are whole, and others cut by element.
@@ -214,21 +216,21 @@ class TestTraining(DistributedTest):
     world_size = [2, 4]
     thorough_on = (2,)
 
-    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("stage", FROM_2)
     def test_gradients_norm_and_weights(self, stage):
         for ep_size, gas in zip(ep_sizes(), (2, 1, 2)):
             check_whole_numbers(ep_size, gas, stage=stage)
 
-    @pytest.mark.parametrize("stage", [*FROM_2[:1], pytest.param(2, marks=pytest.mark.thorough), *FROM_2[2:]])
+    @pytest.mark.parametrize("stage", AT_3)
     @pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.thorough), True])
     def test_a_real_forward_pass(self, stage, silent):
         for ep_size in ep_sizes():
             check_forward_pass(ep_size, silent=silent, stage=stage)
-            if stage == 3:
+            if stage == 3 and (THOROUGH or ep_size == 2):
                 check_forward_pass(ep_size, silent=silent, under_init=True, zero_optimization={
                     "stage": 3, "stage3_param_persistence_threshold": 0})
 
-    @pytest.mark.parametrize("stage", FROM_2)
+    @pytest.mark.parametrize("stage", AT_3)
     def test_adamw_trains_like_stock(self, stage):
         for ep_size in ep_sizes():
             module = StackNet()
@@ -281,7 +283,6 @@ def with_weights_of(whole, config=None, make=StackNet):
 
 
 def qwen():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     torch.manual_seed(3)
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=2, head_dim=8,
@@ -337,7 +338,7 @@ class TestCheckpoints(DistributedTest):
     """Any number of ranks and any placement of experts onto any other: a stack is one parameter in a file."""
 
     world_size = [1, 2, 4]
-    thorough_on = (1, )
+    thorough_on = (1, 2)
     #: By ranks and placement, and at ZeRO stage 3.
     SAVED = ("1_1", "2_1", "2_2", "4_2", "4_4", *("2_2_3", "4_2_3", "4_4_3") * (unmet(*KNOWS_STAGE_3) is None))
 
@@ -363,7 +364,7 @@ class TestCheckpoints(DistributedTest):
                 if run.name.startswith("4_2"):
                     on_rank_0(lambda: check_from_outside(run, states))
 
-    @pytest.mark.parametrize("stage", ENDS)
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), ENDS[1]])
     def test_resume(self, runs, stage):
         world = dist.get_world_size()
         for ep_size in ep_sizes():

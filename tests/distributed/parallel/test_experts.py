@@ -157,6 +157,7 @@ def ep_sizes():
 
 class TestExperts(DistributedTest):
     world_size = [2, 4]
+    thorough_on = (2,)
 
     def test_gradients_norm_and_weights(self, stage):
         for ep_size, gas in zip(ep_sizes(), (2, 1)):
@@ -250,7 +251,7 @@ class TestCheckpoints(DistributedTest):
     """Any number of ranks and any placement of experts onto any other: experts have names of their own in a file."""
 
     world_size = [1, 2, 4]
-    thorough_on = (1, )
+    thorough_on = (1, 2)
 
     def placements(self):
         return {1: [1], 2: [2], 4: [2, 4]}[dist.get_world_size()]

@@ -57,7 +57,6 @@ class Net(nn.Module):
 
 class TestShards(DistributedTest):
     world_size = [2, 4]
-    thorough_on = (4,)
 
     @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed", "owner", "auto"])
     def test_they_train_as_the_whole_does(self, tp_mode):

@@ -678,7 +678,7 @@ class TestPipelineAndExperts(DistributedTest):
                 param.copy_(torch.randn(param.shape) * 0.3)
         return whole
 
-    @pytest.mark.parametrize("stages", [1, 2])
+    @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.thorough), 2])
     def test_against_one_piece(self, stages):
         self.check(stages, None)
 

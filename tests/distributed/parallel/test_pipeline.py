@@ -161,6 +161,8 @@ def whole_states(engine):
 
 
 class TestAgainstOnePiece(DistributedTest):
+    thorough_on = (2,)
+
     @pytest.mark.world_size([2, 4])
     def test_two_stages(self):
         compare(2, True, clip=0.3)
@@ -411,6 +413,8 @@ def not_trained(engine):
 
 class TestCheckpoints(DistributedTest):
     """Two pipelines of two stages save; others read it."""
+
+    thorough_on = (1, 2)
 
     @pytest.fixture
     def run_of_4(self, class_tmpdir):

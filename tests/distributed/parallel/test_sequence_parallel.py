@@ -90,7 +90,7 @@ class TestAgainstTheWholeSequence(DistributedTest):
     world_size = [2, 4]
     thorough_on = (2,)
 
-    @pytest.mark.parametrize("how", ["mpu", "mesh"])
+    @pytest.mark.parametrize("how", ["mpu", pytest.param("mesh", marks=pytest.mark.thorough)])
     def test_training(self, how):
         # Both give the same mesh.
         how = "config" if how == "mesh" and dist.get_world_size() == 2 else how

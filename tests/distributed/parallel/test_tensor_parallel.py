@@ -937,7 +937,7 @@ class TestUnevenAutoTp(DistributedTest):
             losses.append(loss.item())
         return losses
 
-    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 2])
     def test_adamw_against_stock(self, stage):
         changes = {"clip": 0.5, "stage": stage, "tensor_parallel": {"autotp_size": 2}}
         params = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}

@@ -16,6 +16,7 @@ SCALARS = 16
 
 class TestWire(DistributedTest):
     world_size = [2, 4]
+    thorough_on = ()
 
     def test_a_step_moves_the_lower_bound_and_at_most_a_ranks_share_each_way(self):
         size = dist.get_world_size()

@@ -69,7 +69,6 @@ is_armed = internals.is_first_step_due
 
 class TestRight(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (1, 2)
 
     @pytest.mark.parametrize("stage, gas, changes", [
         (1, 1, {}), (2, 2, BF16), (1, 3, {**BF16, "layerwise": {"reduction": "native", "overlap_param_gather": True}}),
@@ -150,7 +149,6 @@ def halved(original):
 
 class TestWrong(DistributedTest):
     world_size = [2, 3]
-    thorough_on = (2,)
 
     def first_error(self, engine, steps=1, **options):
         with pytest.raises(StepError) as error:

@@ -90,7 +90,6 @@ def rounded(value, which, settings):
 
 class TestAgainstTheOracle(DistributedTest):
     world_size = [1, 3]
-    thorough_on = (1,)
 
     @pytest.mark.parametrize("kind, stage", [("bf16", 1), ("chance", 2)])
     def test_masters(self, kind, stage):

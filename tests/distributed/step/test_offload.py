@@ -32,7 +32,6 @@ pytestmark = rooms("host_memory", "offloading")
 
 class TestOffload(DistributedTest):
     world_size = [1, 2]
-    thorough_on = (1,)
 
     def test_away_and_back_changes_nothing(self, stage, precision):
         config = ds_config(stage=stage, clip=5.0, **PRECISIONS[precision])

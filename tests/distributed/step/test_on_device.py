@@ -32,7 +32,6 @@ REDUCTIONS = ("native", "ordered")
 
 class TestWires(DistributedTest):
     world_size = [2, 4]
-    thorough_on = (4,)
 
     @pytest.mark.parametrize("reduction", REDUCTIONS)
     @pytest.mark.parametrize("transport", ["even", "cuts"])
@@ -56,7 +55,6 @@ class TestWires(DistributedTest):
 
 class TestTraining(DistributedTest):
     world_size = [1, 2, 4]
-    thorough_on = (1, 4)
 
     def trained(self, *, offload=None, **config):
         """The weights after three steps in bf16."""
@@ -106,7 +104,6 @@ class TestTraining(DistributedTest):
 
 class TestInitialize(DistributedTest):
     world_size = [1, 2, 4]
-    thorough_on = (1, 4)
     init_distributed = False
 
     def test_a_process_that_has_not_chosen_its_device(self):

@@ -256,7 +256,6 @@ class Routed(nn.Module):
 
 class TestModelsThatZeroInitHasCut(DistributedTest):
     world_size = [2, 3]
-    thorough_on = (2, )
 
     def test_the_same_bits(self, precision):
         config = config_of(3, **PRECISIONS[precision])
@@ -296,7 +295,6 @@ class TestModelsThatZeroInitHasCut(DistributedTest):
 
 class TestWrittenByScripts(DistributedTest):
     world_size = [2, 3]
-    thorough_on = (2, )
 
     def test_masters_follow_what_one_rank_writes(self, precision, capsys):
         engines = []
@@ -485,7 +483,6 @@ class TestWrittenByScripts(DistributedTest):
 
 class TestAccess(DistributedTest):
     world_size = [2, 3]
-    thorough_on = (2, )
 
     def test_whole_values_are_read_and_written(self, precision):
         engines = [start(Net(), config_of(stage, **PRECISIONS[precision])) for stage in (2, 3)]
@@ -706,7 +703,6 @@ class TestOffloadedByHand(DistributedTest):
 
 class TestMemory(DistributedTest):
     world_size = [1, 2, 4]
-    thorough_on = (1, )
 
     def test_it_is_what_the_plan_says(self, precision):
         for host, offload_param in product((None, {"device": "cpu", "ratio": 0.5}),

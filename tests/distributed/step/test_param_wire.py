@@ -117,8 +117,9 @@ class TestTheSameRun(DistributedTest):
     world_size = 3
 
     @pytest.mark.parametrize("stage, cuts, ratio, layerwise", [
-        (1, False, 0, CHECKED), (1, True, 0, {"overlap_param_gather": True}), (2, True, 0.5, CHECKED),
-        (3, False, 0, CHECKED), pytest.param(3, False, 0.5, {}, marks=pytest.mark.world_size([2]))])
+        pytest.param(1, False, 0, CHECKED, marks=pytest.mark.thorough), (2, True, 0.5, CHECKED),
+        pytest.param(1, True, 0, {"overlap_param_gather": True}, marks=pytest.mark.thorough), (3, False, 0, CHECKED),
+        pytest.param(3, False, 0.5, {}, marks=pytest.mark.world_size([2]))])
     def test_over_steps(self, stage, cuts, ratio, layerwise, monkeypatch, capsys):
         if cuts:
             plan_in_cuts(monkeypatch)
@@ -225,7 +226,8 @@ class TestCheckpoints(DistributedTest):
             if dist.get_rank() == 0:
                 torch.save(states, folder / "states.pt")
 
-    @pytest.mark.parametrize("was, stage", [(True, 2), (False, 1), (True, 3)])
+    @pytest.mark.parametrize("was, stage", [
+        (True, 2), pytest.param(False, 1, marks=pytest.mark.thorough), (True, 3)])
     def test_a_run_goes_on_bit_for_bit(self, saved, was, stage):
         if dist.get_rank() == 0:
             code, out, err = run("verify", saved / f"{was}")

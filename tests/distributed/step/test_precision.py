@@ -47,7 +47,6 @@ DTYPES = {
 
 class TestPrecision(DistributedTest):
     world_size = [1, 2, 4]
-    thorough_on = (1, 4)
 
     @pytest.mark.parametrize("case, stage", [(case, 1) for case in DTYPES] + [
         (case, 2) for case in DTYPES if case != "fp32, bf16 accumulation"])

@@ -481,6 +481,7 @@ class TestSequences(DistributedTest):
     """Ulysses in transformers, where a rank's attention has whole sequences and a share of the heads."""
 
     world_size = [2, 4]
+    thorough_on = (2,)
 
     @pytest.fixture
     def share(self):

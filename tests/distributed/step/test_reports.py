@@ -62,7 +62,6 @@ GROUP = {"name": ["tall.*", "head.*"]}
 
 class TestGroups(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (1, 2)
 
     @pytest.mark.parametrize("stage, bound, sections", [
         (1, None, {}), (2, 7.0, {}), (1, 7.0, BF16), (1, 0, {"fp16": {"enabled": True, "loss_scale": 8}})])
@@ -181,7 +180,6 @@ class TestThreshold(DistributedTest):
 
 class TestZeros(DistributedTest):
     world_size = [1, 3]
-    thorough_on = (1,)
 
     @pytest.mark.parametrize("stage, gas, sections", [(1, 2, {}), (2, 1, BF16)])
     def test_they_are_counted_once_over_all_ranks(self, stage, gas, sections):
@@ -227,7 +225,6 @@ def told_of_updates(after, before):
 
 class TestUpdates(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (1, 2)
 
     @pytest.mark.parametrize("stage, sections, layerwise", [
         (1, {}, {}), (2, BF16, {"batch_matrices": False}), (1, {}, {"overlap_param_gather": True}),

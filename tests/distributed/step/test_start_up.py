@@ -49,7 +49,9 @@ class TestStartUp(DistributedTest):
         bucket = max(element_size * bucket.numel for bucket in engine.optimizer.layout.buckets)
         expected = max(held.params + bucket, held.total + held.staging)
         on_host = sum(t.nbytes for t in internals.host_tensors(engine))
-        assert size < 0.9 * expected and memory.peak <= expected + on_host + 4096
+        # Ranks agree over the hosts, with 520 bytes of each; gloo's two threads let go of the last ones late.
+        agreeing = 3 * 520 * self.world_size
+        assert size < 0.9 * expected and memory.peak <= expected + on_host + agreeing + 4096
         if not offload:
             assert memory.peak > 0.95 * expected
             assert expected < (2 if case == "float32" else 3) * size

@@ -36,7 +36,6 @@ pytestmark = rooms("state_access")
 
 class TestStateAccess(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (2,)
 
     def engine(self, stage=1, precision="bf16", **changes):
         module = Net(odd=True)

@@ -52,7 +52,6 @@ STEPS = 20
 
 class TestAgainstTheOracle(DistributedTest):
     world_size = [1, 2, 3, 4]
-    thorough_on = (2, 4)
 
     @pytest.mark.parametrize("stage, variant", [
         pytest.param(stage, variant, marks=[pytest.mark.thorough] * (stage == 2 and variant != "odd"))
@@ -306,6 +305,7 @@ class TestMoreRanksThanMatrices(DistributedTest):
 
 class TestNewtonSchulzRunsOnce(DistributedTest):
     world_size = [1, 2, 4]
+    thorough_on = ()
 
     def test_each_matrix_once_a_step_over_all_ranks(self):
         module = Net()

@@ -85,6 +85,7 @@ def groups_of_calls(monkeypatch, *names):
 
 class TestReduce(DistributedTest):
     world_size = [2, 3, 4]
+    thorough_on = ()
 
     def test_ordered_sums_are_made_in_float32_in_the_order_of_ranks(self):
         size = dist.get_world_size()
@@ -187,7 +188,6 @@ class TestTwoLevels(DistributedTest):
 
 class TestBothDirections(DistributedTest):
     world_size = [2, 3, 4]
-    thorough_on = (4,)
 
     def test_between_nodes_no_group_carries_data_both_ways_between_two_ranks(self, monkeypatch):
         rank, size, calls, all_to_all = dist.get_rank(), dist.get_world_size(), [], comm._all_to_all
@@ -228,7 +228,6 @@ class TestConnect(DistributedTest):
 
 class TestGather(DistributedTest):
     world_size = [2, 3, 4]
-    thorough_on = (4,)
 
     def check(self, wire):
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -247,7 +246,6 @@ class TestGather(DistributedTest):
 
 class TestTraining(DistributedTest):
     world_size = [2, 4]
-    thorough_on = (4,)
 
     #: Choices of buckets in cuts, which give the same bits.
     TRANSPORTS = {"as planned": None, "all in cuts": lambda bucket: True,
