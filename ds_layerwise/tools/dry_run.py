@@ -104,7 +104,7 @@ def _of_transformers(said: str, path: Path) -> nn.Module:
     except ImportError as e:
         raise ConfigError(
             f"--model {said} is built by transformers, which cannot be imported ({e}): pip install "
-            "'ds_layerwise[hf]'"
+            "transformers"
         ) from e
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)

@@ -58,8 +58,8 @@ class Change:
     """New values for a config, by path."""
 
     values: Mapping[str, Any]
-    price: str = ""
-    """A remark on what it costs; empty if that is only time of a step."""
+    prices: tuple[str, ...] = ()
+    """Remarks on what it costs; none if that is only time of a step."""
 
     def applied_to(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of ``given`` with the new values."""
@@ -130,7 +130,7 @@ def find_fits(
 def _changes() -> Iterator[list[Change]]:
     """Yield the changes to try, by kind, the cheapest kind first."""
     for (values, price), bound in product(_MEASURES, _BOUNDS):
-        prices = "; ".join(filter(None, (price, bound)))
+        prices = tuple(filter(None, (price, bound)))
         values = {**_BOUNDS[bound], **values}
         yield [Change({"zero_optimization.stage": stage, **values}, prices) for stage in _STAGES]
 
@@ -187,7 +187,7 @@ def as_text(
             left = fit.left - activations
             told = size_text(left) if left >= 0 else f"{size_text(-left)} too much"
             table.add_row(str(num_devices), str(fit.change), told, size_text(fit.sent))
-            prices[fit.change.price] = None
+            prices |= dict.fromkeys(fit.change.prices)
         line = f"devices: {num_devices}; {_recommended(fits, activations)}"
         if fits and fits[0].left >= activations and fits[0].change.values:
             part = json.dumps(fits[0].change.applied_to({}))
@@ -200,7 +200,7 @@ def as_text(
         f"change: of the config; left: for {beside}; sent: by the busiest rank in a step of one "
         "micro-batch; devices: --ranks."
     )
-    return rendered([table, about, *filter(None, prices), *below])
+    return rendered([table, about, *prices, *below])
 
 
 def answer(

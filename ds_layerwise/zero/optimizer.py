@@ -375,7 +375,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self.offloading.reload()
 
     def empty_partition_cache(self) -> None:
-        """Let no parameter be whole at ZeRO stage 3; what was written into it stays."""
+        """Release whole parameters of ZeRO stage 3; values written into them stay."""
         self._run.places.follow_persistent()
         self._run.places.release()
 
@@ -392,7 +392,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
 
     @contextmanager
     def checkpoint_event(self) -> Iterator[None]:
-        """Begin and end a save or a load. An ``Exception`` in it is one of all ranks."""
+        """Begin and end a save or a load. If one rank raises within, all raise."""
         self.checkpoint_event_prologue()
         with (attempt := Attempt()):
             yield

@@ -53,7 +53,7 @@ class ReportingOptimizer(EngineOptimizer):
 
     def report(self) -> dict[str, float]:
         """Return the last value of everything that DeepSpeed's monitor gets, by name, on every
-        rank; see docs/training.md.
+        rank; see docs/reports.md.
         """
         return self.reports.last()
 

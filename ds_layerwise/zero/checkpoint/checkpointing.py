@@ -735,7 +735,7 @@ class Checkpointing:
             )
             lines.append(
                 f"{len(everywhere)} of {len(run.planned.specs)} parameters have other optimizer "
-                f"states than in {load.folder}: {counts}; all others go on with theirs"
+                f"states than in {load.folder}: {counts}; any other goes on with its own"
             )
         if load.states:
             lines += converted(load.header, self._kept, everywhere)

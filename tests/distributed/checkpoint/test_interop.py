@@ -96,7 +96,7 @@ class TestStockIntoOurs(DistributedTest):
             assert len(report) == 2 and counts in report[1]
             assert "weight_decay was" in report[0] and "lr was 0.01 and is 0.003" in report[0]
             assert report[0].endswith("this run's values are used, because the saved run was not one of ds_layerwise")
-            assert report[1].endswith(f": {len(MATRICES)} x {why}; all others go on with theirs")
+            assert report[1].endswith(f": {len(MATRICES)} x {why}; any other goes on with its own")
         else:
             assert not report
 

@@ -1,12 +1,14 @@
 """Parameters without axes, such as CLIP's ``logit_scale``: in training, in checkpoints and in what reads those."""
 
 import deepspeed.comm as dist
+import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise.cli import main
+from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, whole_states
 from tests.support.cli import run
 from tests.support.harness import DistributedTest
@@ -20,16 +22,16 @@ pytestmark = rooms("buffers", "comm")
 class Clip(nn.Module):
     """Two towers and a temperature, and a frozen scalar."""
 
-    def __init__(self):
+    def __init__(self, fixed=1.5):
         super().__init__()
         torch.manual_seed(3)
         self.image, self.text = nn.Linear(8, 6), nn.Linear(12, 6)
         self.logit_scale = nn.Parameter(torch.tensor(2.6592))
-        self.fixed = nn.Parameter(torch.tensor(1.5), requires_grad=False)
+        self.fixed = nn.Parameter(torch.tensor(fixed), requires_grad=False)
         self.head = nn.Linear(6, 4, bias=False)
 
     def forward(self, place):
-        return whole_number_loss(self, place) * self.fixed / 1.5
+        return whole_number_loss(self, place) * self.fixed.mean() / 1.5
 
 
 class TestScalars(DistributedTest):
@@ -68,6 +70,14 @@ class TestScalars(DistributedTest):
         on_rank_0(lambda: main(["consolidate", str(tmp_path / "saved"), str(tmp_path / "whole.safetensors")]))
         held = load_file(tmp_path / "whole.safetensors")["logit_scale"]
         assert held.shape == () and held == expected["logit_scale", "fp32"]
+
+    def test_a_frozen_one_is_not_taken_for_a_vector(self, tmp_path):
+        train_engine(start(Clip(), ds_config()), 1).save_checkpoint(tmp_path / "scalar")
+        train_engine(start(Clip(fixed=[1.5, 1.5]), ds_config()), 1).save_checkpoint(tmp_path / "vector")
+        for folder, fixed, message in (("scalar", [1.5], r"fixed is \(\) in .*, \(1,\) in the model"),
+                                       ("vector", 1.5, r"fixed is \(2,\) in .*, \(\) in the model")):
+            with pytest.raises(LayerWiseError, match=message):
+                start(Clip(fixed=fixed), ds_config()).load_checkpoint(tmp_path / folder)
 
     def test_they_are_read_and_set(self):
         engine = start(Clip(), ds_config())

@@ -83,6 +83,16 @@ def test_sizes_and_settings_that_do_not_go_together_are_refused(given, options, 
     assert_refused(message, *command(experts, {**config(), **given}, "8", *options))
 
 
+def test_an_expert_that_tensor_parallelism_leaves_whole_is_refused(command):
+    def build():
+        model = llama()
+        model.expert = nn.Linear(16, 16, bias=False)
+        model.expert.weight.allreduce, model.expert.weight.group_name = False, "ep_size_2"
+        return model
+
+    assert_refused("a plan does not know experts that are whole", *command(build, config(), "8", "--tp", "2"))
+
+
 @pytest.mark.parametrize("build, given", [
     (lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32)), {}),
     (llama, {"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})])
