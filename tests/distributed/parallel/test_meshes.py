@@ -47,7 +47,7 @@ from tests.support.training import (
 )
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
-pytestmark = [*rooms("pipeline", "tensor", "sequence"), pytest.mark.filterwarnings("ignore:c10d")]
+pytestmark = [*rooms("pipeline", "tensor", "sequence", "exports"), pytest.mark.filterwarnings("ignore:c10d")]
 
 VOCAB, WIDTH, LENGTH, GAS, STEPS = 16, 12, 5, 2, 4
 EPS = 1e-4
