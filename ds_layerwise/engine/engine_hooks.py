@@ -137,23 +137,20 @@ def _check_config(engine: DeepSpeedEngine) -> None:
     if client is not None:
         if not callable(client):
             must_be_optimizer(client)
-        _refuse_what_clients_lack(run)
+        default = type(run.layerwise)()
+        for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "mup"):
+            if getattr(run.layerwise, key) != getattr(default, key):
+                raise ConfigError(
+                    f"layerwise.{key} has no effect with an optimizer passed to initialize(), "
+                    "whose groups decide this; remove it, and put those parameters into a group "
+                    "of their own"
+                )
     if mpu is None and engine.autotp_size() <= 1:
         refuse_groups_left()
     elif not isinstance(mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(mpu):
         check_mpu(mpu, autotp_size=engine.autotp_size())
     elif mpu is not None and engine.autotp_size() > 1:
         raise tensor_and_other(engine.autotp_size())
-
-
-def _refuse_what_clients_lack(run: RunConfig) -> None:
-    default = type(run.layerwise)()
-    for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "mup"):
-        if getattr(run.layerwise, key) != getattr(default, key):
-            raise ConfigError(
-                f"layerwise.{key} has no effect with an optimizer passed to initialize(), whose "
-                "groups decide this; remove it, and put those parameters into a group of their own"
-            )
 
 
 def _configure_expert_parallel(
@@ -312,13 +309,11 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
             "model: what is compared is an update of whole parameters, which no rank has; remove "
             "it, or verify the same config with a model that is not cut"
         )
+    _check_stage(engine, settings.stage)
     if settings.stage == 3:
-        _refuse_at_stage_3(engine)
         with viewable_as_bytes(engine.module.parameters()):
             fetcher = make_fetcher(original, engine, settings.group, settings.expert_groups)
         settings = replace(settings, fetcher=fetcher)
-    else:
-        _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
         built = LayerWiseZeroOptimizer(optimizer, engine.module, settings, engine)
     built.checkpointing.round_weights()
@@ -343,13 +338,22 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     return built
 
 
-def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
-    """Refuse a model that is spread over ranks in another way as well, or that DeepSpeed cannot
-    fetch.
+def _check_stage(engine: DeepSpeedEngine, stage: int) -> None:
+    """Refuse what is cut as at stage 3 at another, and at stage 3 a model that is spread over ranks
+    in another way as well, or that DeepSpeed cannot fetch.
 
     Raises:
         ConfigError: names the way out.
     """
+    if stage != 3:
+        for name, param in engine.module.named_parameters():
+            if param.requires_grad and hasattr(param, "ds_id"):
+                raise ConfigError(
+                    f"{name} is cut over the ranks by deepspeed.zero.Init(), or by an engine of "
+                    f"ZeRO stage 3 before this one, and zero_optimization.stage is {stage}; build "
+                    "the model without zero.Init(), or set zero_optimization.stage to 3"
+                )
+        return
     refuse_unfetchable(engine.module)
     is_cut = sequence.cuts_params(engine.mpu) or pipeline.is_pipeline(engine.module)
     by_auto_ep = at(engine._config._param_dict, "expert_parallel.enabled")
@@ -365,21 +369,6 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
             "sequence parallelism, which DeepSpeed supports only at stages 1 and 2; set "
             "zero_optimization.stage to 2"
         )
-
-
-def _refuse_what_is_cut(engine: DeepSpeedEngine, stage: int) -> None:
-    """Refuse to train at stages 1 and 2 what is cut as at stage 3.
-
-    Raises:
-        ConfigError: names the first such parameter.
-    """
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad and hasattr(param, "ds_id"):
-            raise ConfigError(
-                f"{name} is cut over the ranks by deepspeed.zero.Init(), or by an engine of ZeRO "
-                f"stage 3 before this one, and zero_optimization.stage is {stage}; build the model "
-                "without zero.Init(), or set zero_optimization.stage to 3"
-            )
 
 
 def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: Any) -> Any:

@@ -91,7 +91,11 @@ def _tell(
     elif not (rank and _is_told(store)):
         say(framed(error), sys.stderr)
     if rank == 0 and store is not None:
-        _wait_for_others(store)
+        others = [f"{_HEARD}/{rank}" for rank in range(1, distributed.get_world_size())]
+        # A launcher may have ended the process with the store.
+        with suppress(RuntimeError):
+            store.set(_TOLD, "")
+            wait_for(store, others, _PATIENCE)
     # Call the other hooks in the chain, which may report errors elsewhere. Python's own, at its
     # end, prints a traceback, which is dropped.
     with redirect_stderr(StringIO()):
@@ -109,17 +113,6 @@ def _is_told(store: Any) -> bool:
             store.set(f"{_HEARD}/{distributed.get_rank()}", "")
             return True
     return False
-
-
-def _wait_for_others(store: Any) -> None:
-    # A launcher may have ended the process with the store.
-    with suppress(RuntimeError):
-        store.set(_TOLD, "")
-        wait_for(
-            store,
-            [f"{_HEARD}/{rank}" for rank in range(1, distributed.get_world_size())],
-            _PATIENCE,
-        )
 
 
 def wait_for(store: Any, keys: list[str], seconds: float) -> bool:

@@ -62,10 +62,7 @@ def _init(
         and _is_for_asking(config._param_dict)
     ):
         stage = config._param_dict["zero_optimization"]["stage"]
-        kept = {}
-        for key, value in config._param_dict.items():
-            if key not in _OF_TRAINING:
-                kept[key] = value
+        kept = {key: value for key, value in config._param_dict.items() if key not in _OF_TRAINING}
         # At stage 3 DeepSpeed reads the config again, without the mesh, and counts other ranks.
         kept["train_micro_batch_size_per_gpu"] = config.train_micro_batch_size_per_gpu
         kwargs["config"] = config._param_dict = kept
@@ -87,8 +84,8 @@ def _init(
 
 def _is_for_asking(given: Mapping[str, Any]) -> bool:
     stage = at(given, "zero_optimization.stage")
-    is_number = isinstance(stage, int) and not isinstance(stage, bool)
-    return is_for_us(given) and is_number and stage in (0, 3)
+    # True and False are no stages.
+    return is_for_us(given) and type(stage) is int and stage in (0, 3)
 
 
 def _refuse(name: str, stage: int) -> Callable[..., NoReturn]:

@@ -209,8 +209,18 @@ def route_parameters(
 
 def _route_of(subject: Subject) -> Route:
     """Return the route of one parameter: the chosen recipe, then what changes it, in this order."""
-    _check_trainable(subject)
     module, param, settings = subject.module, subject.param, subject.settings
+    if param.dtype not in _FLOATS:
+        raise RoutingError(
+            f"{subject.name} is {param.dtype}, which cannot be trained here (known: float32, "
+            "bfloat16, float16); freeze it or convert it"
+        )
+    for _, holder in subject.modules:
+        if getattr(holder, "sparse", False) is True:
+            raise RoutingError(
+                f"{subject.name} belongs to a module with sparse=True, and sparse gradients cannot "
+                "be cut into shards; build it with sparse=False"
+            )
     recipes = settings.optimizer.recipes
     route, changes = with_effect(_chosen(subject), subject.changes, recipes)
     # Heads and parts ask for the axis along which tensor parallelism cuts the matrix.
@@ -278,21 +288,6 @@ def _wanted(subject: Subject) -> tuple[Recipe, str] | None:
     if use_muon is None and by == group:
         return None
     return recipes.matrix if use_muon else recipes.scalar, f"{by}.use_muon = {use_muon}"
-
-
-def _check_trainable(subject: Subject) -> None:
-    name, param = subject.name, subject.param
-    if param.dtype not in _FLOATS:
-        raise RoutingError(
-            f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
-            "float16); freeze it or convert it"
-        )
-    for _, module in subject.modules:
-        if getattr(module, "sparse", False) is True:
-            raise RoutingError(
-                f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut "
-                "into shards; build it with sparse=False"
-            )
 
 
 def _with_cut(route: Route, subject: Subject) -> Route:

@@ -117,15 +117,13 @@ def _of_transformers(said: str, path: Path) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = kind(config)
         model.tie_weights()  # type: ignore[operator]
-    except (OSError, *FOREIGN_ERRORS, _validation_error()) as e:
+    except (
+        OSError,
+        *FOREIGN_ERRORS,
+        getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError),
+    ) as e:
         raise _cannot_build(f"{said} by transformers {transformers.__version__}", e) from e
     return model
-
-
-def _validation_error() -> type[Exception]:
-    hub_errors = import_module("huggingface_hub.errors")
-    found: type[Exception] = getattr(hub_errors, "StrictDataclassError", ValueError)
-    return found
 
 
 def _of_function(said: str, module_name: str, function_name: str) -> nn.Module:
@@ -237,7 +235,13 @@ class DryRun:
             model = build_model(model)
         filled, by_trainer = fill_in(given, hidden_size=hidden_size_of(model))
         run = RunConfig.from_ds_config(filled)
-        _refuse_unknown(run, axes)
+        if run.autocast:
+            raise ConfigError(
+                "torch_autocast.enabled is true, and an engine chooses the modules that send "
+                "their gradients in half precision; plan without it"
+            )
+        if axes.pp > 1:
+            pipeline.refuse_settings(run.stage, run.layerwise)
         if run.stage == 3:
             refuse_unfetchable(model)
         try:
@@ -327,27 +331,21 @@ def checked(path: Path) -> list[str]:
         # As many as the three sizes ask for. DeepSpeed says if they are no product.
         num_ranks = max(1, total // max(1, micro * passes))
     num_ranks *= Mesh.of(given, {}).sp
-    lines = _for_auto(by_trainer, filled, check_for(filled, num_ranks))
     run = RunConfig.from_ds_config(filled)
-    used = {recipe.lr_ratio for recipe in run.optimizer.recipes}
-    check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer, used={0: used})
+    # A Trainer fills in rates that go together, and an override may leave a recipe nothing.
+    if not (
+        {"optimizer.params.lr", "scheduler.params.warmup_max_lr"} & by_trainer.keys()
+        or any(override.optimizer for override in run.layerwise.overrides)
+    ):
+        used = {recipe.lr_ratio for recipe in run.optimizer.recipes}
+        check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer, used={0: used})
+    lines = _for_auto(by_trainer, filled, check_for(filled, num_ranks))
     if given.keys().isdisjoint(batches):
         lines.append(f"a run needs {' or '.join(batches)}")
     if run.without_effect:
         lines.append(f"without effect here: {', '.join(run.without_effect)}")
     rules = " and ".join(recipe.rule for recipe in run.optimizer.recipes)
     return [*lines, f"ok: {rules} at ZeRO stage {run.stage}, parameters in {run.param_dtype}"]
-
-
-def _refuse_unknown(run: RunConfig, mesh: Mesh) -> None:
-    """Refuse settings whose effect only an engine knows, or that no pipeline supports."""
-    if run.autocast:
-        raise ConfigError(
-            "torch_autocast.enabled is true, and an engine chooses the modules that send their "
-            "gradients in half precision; plan without it"
-        )
-    if mesh.pp > 1:
-        pipeline.refuse_settings(run.stage, run.layerwise)
 
 
 def fill_in(

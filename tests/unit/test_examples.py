@@ -412,7 +412,7 @@ def test_minutes_of_the_page_are_its_arithmetic(compare):
                  f"one run of each, within {minutes(names, longer)} minutes",
                  f"with `--rates 0.5 1` the third command has six runs, and takes {minutes(6, args.steps, start=0)} to "
                  f"{minutes(6, args.steps)} minutes",
-                 f"beside `--steps 300` within {minutes(runs + 2 * names, args.steps)} minutes, without within "
+                 f"with `--steps 300` within {minutes(runs + 2 * names, args.steps)} minutes, without `--steps` within "
                  f"{minutes(runs + 2 * names, longer)}",
                  "Together they take {} to {} minutes".format(*map(sum, zip(*rows))),
                  f"a run on eight GPUs reads {8 * tokens * args.steps / 1e6:.0f} M bytes",

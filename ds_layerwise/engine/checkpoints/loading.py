@@ -23,7 +23,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import (
@@ -478,7 +478,15 @@ def _load_module_state_dict(
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
                 _check_names_and_shapes(engine, "the checkpoint", module, values, strict=strict)
                 if load.plan is not None:
-                    _check_tied(engine.module, module)
+                    # The last would become the weights, and the master of the other is trained.
+                    for second, first in whole_states.tied(engine.module, module).items():
+                        if second in module and not torch.equal(
+                            module[first].nan_to_num(), module[second].nan_to_num()
+                        ):
+                            raise LayerWiseError(
+                                f"{first} and {second} are one parameter here, but differ in the "
+                                "checkpoint; load it into a model that does not tie them"
+                            )
     if is_cut(engine):
         checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
         if custom_load_fn is None:
@@ -525,18 +533,6 @@ def _check_names_and_shapes(
         if not fits(saved[name].shape, own.shape) or own.dim() and not hasattr(own, "ds_tensor"):
             raise LayerWiseError(
                 f"{name} is {tuple(saved[name].shape)} in {what}, {tuple(own.shape)} in the model"
-            )
-
-
-def _check_tied(module: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuse two different values for one parameter. The last one would become the weights, while
-    the master of the other would be trained.
-    """
-    for second, first in whole_states.tied(module, found).items():
-        if second in found and not torch.equal(found[first], found[second]):
-            raise LayerWiseError(
-                f"{first} and {second} are one parameter here, but differ in the checkpoint; load "
-                "it into a model that does not tie them"
             )
 
 

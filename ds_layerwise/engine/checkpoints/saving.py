@@ -381,7 +381,7 @@ def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **op
 
 
 def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
-    writer = engine.checkpoint_engine
+    writer: Any = engine.checkpoint_engine
     save = unfinished.pop(engine, None)
     if save is None and writer.get_commit_info() is None:
         return
@@ -389,28 +389,19 @@ def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
         if save is not None:
             undo.callback(_abandon, save)
         with comm.errors_on_all_ranks():
-            _wait_for(writer)
+            try:
+                writer.commit(writer.get_commit_info())
+            except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as e:
+                raise LayerWiseError(
+                    f"the process that writes checkpoints beside the training has failed ({e}), "
+                    "for which it gives the reason above; what was saved before is still there; "
+                    "start the run again to save, or train without checkpoint.writer.decoupled"
+                ) from e
+            finally:
+                writer.commit_info = None
         if save is not None:
             _commit(engine, save)
         undo.pop_all()
-
-
-def _wait_for(writer: Any) -> None:
-    """Wait until ``writer`` has written everything.
-
-    Raises:
-        LayerWiseError: it failed.
-    """
-    try:
-        writer.commit(writer.get_commit_info())
-    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as e:
-        raise LayerWiseError(
-            f"the process that writes checkpoints beside the training has failed ({e}), for which "
-            "it gives the reason above; what was saved before is still there; start the run again "
-            "to save, or train without checkpoint.writer.decoupled"
-        ) from e
-    finally:
-        writer.commit_info = None
 
 
 def commit_decoupled(engine: DeepSpeedEngine) -> None:

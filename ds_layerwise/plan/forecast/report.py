@@ -174,14 +174,10 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         rows[f"sent at {gb_s:g} GB/s"] = time_text(forecast.sent_in_step / gb_s)
     if memory_bytes is not None:
         rows["needed"] = size_text(forecast.needed)
-        rows["fits"] = _fit(memory_bytes - forecast.needed)
+        left = memory_bytes - forecast.needed
+        told = size_text(abs(left))
+        rows["fits"] = f"yes,{GLUE}{told} left" if left >= 0 else f"no,{GLUE}{told} too much"
     return rows
-
-
-def _fit(left: int) -> str:
-    if left >= 0:
-        return f"yes,{GLUE}{size_text(left)} left"
-    return f"no,{GLUE}{size_text(-left)} too much"
 
 
 def _with_balance(most: str, loads: Sequence[int]) -> str:
@@ -329,7 +325,7 @@ def _recipe_parts(
         _parameters(routes, specs, chosen, groups),
         "optimizer: whole, one rank owns each parameter, or split, all ranks share each evenly; "
         "because: the rule that decided; tensors, elements: how many; lr, weight decay: now, "
-        "from least to greatest, before a scheduler or a load sets them; for example: the first "
+        "from least to greatest, until a scheduler or a load sets others; for example: the first "
         "of them",
         "; ".join(lines),
     ]

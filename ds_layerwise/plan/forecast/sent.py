@@ -71,8 +71,11 @@ def sent_bytes(
                 gradients += sums * itemsize(sum_dtype(wire, reduction, stage))
                 parameters += nbytes_in(bucket.sent_as(), back)
         if stage == 3:
-            # Once in the forward pass, and once in the backward pass.
-            gradients += 2 * _fetched_numel(buckets) * itemsize(dtype)
+            # DeepSpeed gathers all cuts in the forward pass, and once more in the backward pass:
+            # they go to the other ranks that hold the same parameters.
+            for bucket in buckets:
+                cuts = sum(map(bucket.cut_of, bucket.slots)) * (bucket.holders - 1)
+                gradients += 2 * cuts * itemsize(dtype)
             parameters = _returned_bytes(buckets, layout.world_size)
         sent[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
     return sent
@@ -90,16 +93,6 @@ def _exchanged(bucket: Bucket) -> tuple[Ints, Ints]:
         sums[owner] -= max(stays, 0)
         back[owner] += numel - max(stays, 0)
     return np.repeat(sums, bucket.ep_size), np.repeat(back, bucket.ep_size)
-
-
-def _fetched_numel(buckets: Sequence[Bucket]) -> int:
-    """Return the number of elements that a rank sends when DeepSpeed gathers all parameters of
-    ``buckets`` once, at ZeRO stage 3: its cuts, to the other ranks that hold the same.
-    """
-    sent = 0
-    for bucket in buckets:
-        sent += sum(map(bucket.cut_of, bucket.slots)) * (bucket.holders - 1)
-    return sent
 
 
 def _returned_bytes(buckets: Sequence[Bucket], num_ranks: int) -> Ints:

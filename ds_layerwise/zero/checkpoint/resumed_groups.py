@@ -11,7 +11,7 @@ Note: the rates of a schedule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from deepspeed.runtime import lr_schedules
@@ -84,6 +84,7 @@ def resumed(
     if goes_on is False:
         stays |= {"lr", *OF_SCHEDULERS}
     takes_lr = goes_on is False or goes_on and _is_deepspeeds(scheduler)
+    rates = rates_of(scheduler, goes_on)
     groups = []
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)
     for index, (saved, before) in enumerate(pairs):
@@ -105,11 +106,10 @@ def resumed(
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
             continue
-        values = {}
-        factor = 1.0
+        values, factor = {}, 1.0
         if goes_on:
-            factor = built["lr"] / (before["lr"] or built["lr"])
-            values["lr"] = lr * factor
+            rate = rates[index] if index < len(rates) else lr
+            values, factor = _scheduled(scheduler, rate, saved, optimizer.param_groups[index])
         line = f"{name}: {changes}this run's values are used, because {why}"
         groups.append(ResumedGroup(values, built, line, factor))
     return groups
@@ -128,30 +128,29 @@ def after_another(
         scheduler, goes_on: as in :func:`resumed`.
     """
     saved = header.configured or ()
-    rates = rates_of(scheduler, goes_on, saved)
+    # Only a scheduler of this run continues the rates of another.
+    rates = rates_of(
+        scheduler,
+        goes_on,
+        saved if any("initial_lr" in group for group in optimizer.param_groups) else (),
+    )
     groups = []
     for index, built in enumerate(optimizer.built_with):
-        changes = ""
-        values = {}
+        theirs = saved[index] if len(saved) == len(optimizer.built_with) else {}
+        values: dict[str, Any] = {}
         factor = 1.0
-        if len(saved) == len(optimizer.built_with):
-            before = optimizer.named({"lr": 0.0, **saved[index]})
-            if scheduler or rates:
-                del before["lr"]
-            # DeepSpeed's scheduler has no key of its own in a group.
-            cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved[index])
-            if rates and cycles and "betas" in before:
-                values["betas"] = before.pop("betas")
-            # A scheduler of torch leaves the rate from which it starts.
-            start = optimizer.param_groups[index].get("initial_lr")
-            if goes_on and start:
-                factor = start / (saved[index].get("initial_lr") or start)
-            changes = _changes(before, optimizer.named(built))
-        line = f"param_groups[{index}]: {changes}this run's values are used, because the saved run "
-        line += "was not one of ds_layerwise"
         if index < len(rates):
-            lr = values["lr"] = rates[index] * factor
-            line += f"; lr is {lr:g}, other rates in proportion, where the schedule goes on"
+            group = optimizer.param_groups[index]
+            values, factor = _scheduled(scheduler, rates[index], theirs, group)
+        before = optimizer.named({"lr": 0.0, **theirs}) if theirs else {}
+        if scheduler or rates:
+            before.pop("lr", None)
+        line = f"param_groups[{index}]: {_changes(before, optimizer.named({**built, **values}))}"
+        line += "this run's values are used, because the saved run was not one of ds_layerwise"
+        if values:
+            line += (
+                f"; lr is {values['lr']:g}, other rates in proportion, where the schedule goes on"
+            )
         groups.append(ResumedGroup(values, built, line, factor))
     return groups
 
@@ -162,21 +161,49 @@ def rates_of(scheduler: Any, goes_on: bool | None, saved: Sequence[Mapping[str, 
 
     Args:
         scheduler, goes_on: as in :func:`resumed`.
-        saved: the groups of the saved run.
+        saved: the groups of the saved run, if the script may restore the scheduler.
     """
     if goes_on is None:
-        # A scheduler that the script restores by itself has left its mark.
+        # A scheduler of torch has left its mark.
         return [group["lr"] for group in saved if "initial_lr" in group]
     if not goes_on:
         return ()
     if _is_deepspeeds(scheduler):
         # Its state is a number of steps alone.
         return scheduler.get_lr()
-    return getattr(scheduler, "get_last_lr", list)()
+    rates: Any = getattr(scheduler, "get_last_lr", list)()
+    return rates if isinstance(rates, list) else ()
+
+
+def _scheduled(
+    scheduler: Any, lr: float, saved: Mapping[str, Any], group: Mapping[str, Any]
+) -> tuple[dict[str, Any], float]:
+    """Return what a scheduler that continues, with the rate ``lr`` in the ``saved`` group, has put
+    into ``group``, and the change of the rates in its state. One of torch leaves the rate from
+    which it starts in a group.
+    """
+    was, now = saved.get("initial_lr"), group.get("initial_lr")
+    factor = float(now) / was if scheduler and was and now else 1.0
+    values: dict[str, Any] = {"lr": lr * factor}
+    # DeepSpeed's has no key of its own in a group. It moves both of betas, torch's the first.
+    cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
+    if cycles and "betas" in saved and "betas" in group:
+        count = 1 + _is_deepspeeds(scheduler)
+        values["betas"] = (*saved["betas"][:count], *group["betas"][count:])
+    return values, factor
 
 
 def _is_deepspeeds(scheduler: Any) -> bool:
-    return bool(type(scheduler).__module__ == lr_schedules.__name__)
+    return any(cls.__module__ == lr_schedules.__name__ for cls in type(scheduler).__mro__)
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """Yield the schedulers that have rates of their own in ``scheduler``, which may be composed."""
+    parts = getattr(scheduler, "_schedulers", ())
+    for part in parts:
+        yield from _parts(part)
+    if not parts:
+        yield scheduler
 
 
 def _changes(before: Mapping[str, object], built: Mapping[str, object]) -> str:
@@ -202,11 +229,10 @@ def take_over(
         group = optimizer.param_groups[index]
         for key, value in values.items():
             set_value(group, key, value)
-        # A composed scheduler has its rates in its parts.
-        for part in getattr(scheduler, "_schedulers", [scheduler]):
+        for part in _parts(scheduler):
             for key in _LISTS:
                 rates = getattr(part, key, None)
-                if factor != 1 and isinstance(rates, list) and not _is_deepspeeds(scheduler):
+                if factor != 1 and isinstance(rates, list):
                     rates[index] *= factor
         if line:
             lines.append(line)

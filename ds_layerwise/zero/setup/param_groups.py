@@ -241,7 +241,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 )
         check_taken(self.config, routes, self.own_keys)
         check_floors(routes, self.groups_now())
-        check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes))
+        used: dict[int, set[str]] = {}
+        for route in routes.values():
+            used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
+        check_peaks(self._scheduler, self.param_groups, self.config, used=used)
 
     def restore_groups(self) -> None:
         """Restore the groups without parameters, which DeepSpeed removes: users and schedulers rely
@@ -285,14 +288,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def _tell_of_step(self) -> None:
         self.step()
-
-
-def _ratios_in(routes: Routes) -> dict[int, set[str]]:
-    """Return which of the two ratios the parameters of each group use, by group index."""
-    used: dict[int, set[str]] = {}
-    for route in routes.values():
-        used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
-    return used
 
 
 def _require_as_the_run(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +70,13 @@ class SkippedSteps(StepObserver):
                 )
         elif not decision.overflow:
             self._in_a_row = 0
-        elif _is_at_its_end(scaler):
+        elif (
+            scaler.dynamic
+            and scaler.raise_error_at_min_scale
+            and scaler.cur_scale == scaler.min_scale
+            and (scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1)
+        ):
+            # DeepSpeed would end the run instead of coming down.
             raise StepError(
                 f"step {step.number} cannot be skipped once more, loss scale already at minimum "
                 f"({scaler.cur_scale:g}): {self._blame()}"
@@ -151,13 +156,3 @@ class SkippedSteps(StepObserver):
             if name in run.pieces and not run.owned.reduced.piece(name).isfinite().all():
                 return pipeline_stage, index, name
         return None
-
-
-def _is_at_its_end(scaler: Any) -> bool:
-    """Tell whether DeepSpeed's scaler would end the run instead of coming down."""
-    return bool(
-        scaler.dynamic
-        and scaler.raise_error_at_min_scale
-        and scaler.cur_scale == scaler.min_scale
-        and (scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1)
-    )

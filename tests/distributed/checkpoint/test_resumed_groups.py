@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
     LambdaLR,
     OneCycleLR,
     SequentialLR,
@@ -207,14 +209,16 @@ OTHERWISE = {
 #: What a config says otherwise than the one before it, and what a group may go on with then.
 OTHER = {"lr": 0.006, "muon_lr": 0.01, "weight_decay": 0.5, "momentum": 0.5, "betas": [0.25, 0.5], "eps": 1e-3}
 
-#: Schedules of torch: one from a base, one that multiplies on from the group, one with parts, one that keeps its peak.
+#: Schedules of torch: one from a base, one that multiplies on from the group, one with parts, one that keeps its peak
+#: and cycles the momentum, one whose part has parts.
 SCHEDULES = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
     "sequential": lambda optimizer: SequentialLR(optimizer, [
         LambdaLR(optimizer, lambda step: (1 + step) / 4), LambdaLR(optimizer, lambda step: 1 / (1 + step))], [3]),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=8,
-                                              cycle_momentum=False),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=8),
+    "parts of parts": lambda optimizer: ChainedScheduler([SequentialLR(optimizer, [
+        ConstantLR(optimizer, 0.5, 4), LambdaLR(optimizer, lambda step: 1 / (1 + step))], [5])]),
 }
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -297,6 +298,15 @@ class TestLoading(DistributedTest):
         assert_same_on_all_ranks(other.module)
         for name, value in masters(other).items():
             assert torch.equal(value, other.module.get_parameter(name).float()), name
+
+    def test_a_value_that_is_no_number_is_the_same_under_both_names(self, tmp_path):
+        engine, other = (start(Net(tied=True), ds_config()) for _ in range(2))
+        with torch.no_grad():
+            engine.module.embed.weight[0, 0] = math.nan
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path)
+        assert torch.equal(other.module.head.weight.isnan(), engine.module.embed.weight.isnan())
 
     @pytest.mark.parametrize("how", ["universal", "one file"])
     def test_two_values_for_what_is_one_parameter_here_where_the_engine_loads_nothing(self, how, tmp_path):

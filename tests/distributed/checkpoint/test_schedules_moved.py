@@ -7,6 +7,7 @@ import io
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import OneCycle
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
 
 import ds_layerwise
@@ -23,10 +24,17 @@ OWN = {"type": "LayerWise", "params": {
     "matrix_optimizer": "adamw", "lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01,
     "decay_vectors": True}}
 
+
+
+class OwnCycle(OneCycle):
+    """A class of the script, with a state that is a number of steps, as DeepSpeed's."""
+
+
 ONE_CYCLE = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4}
 SCHEDULES = {
     "WarmupLR": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 9, "warmup_type": "linear"}},
     "OneCycle": {"type": "OneCycle", "params": ONE_CYCLE},
+    "a class of its own": lambda optimizer: OwnCycle(optimizer, **ONE_CYCLE),
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 12),
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.01, total_steps=12),
     "CyclicLR": lambda optimizer: CyclicLR(optimizer, 0.001, 0.01, 3, base_momentum=0.5, max_momentum=0.9),
@@ -82,7 +90,8 @@ def assert_as(found, expected):
 class TestFromStock(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("kind, stage", [("OneCycle", 1), ("OneCycleLR", 2), ("CyclicLR", 3)])
+    @pytest.mark.parametrize("kind, stage", [
+        ("OneCycle", 1), ("OneCycleLR", 2), ("CyclicLR", 3), ("a class of its own", 1)])
     def test_a_momentum_that_cycles_goes_on_in_the_first_step(self, kind, stage, tmp_path):
         stock = started(STOCK, stage, kind)
         train_with_loss(stock, 0, 2)
@@ -107,6 +116,16 @@ class TestFromStock(DistributedTest):
             assert f"lr is {stock.get_lr()[0]:g}, other rates in proportion, where" in printed.getvalue()
         restored.load_state_dict(schedule.state_dict())
         assert_as(steps(own, 2, 5, restored), steps(stock, 2, 5, schedule))
+
+    def test_a_schedule_that_came_to_its_end_leaves_no_rate(self, tmp_path):
+        stock, own = started(STOCK, 1, "CosineAnnealingLR"), started(OWN, 1)
+        train_with_loss(stock, 0, 12)
+        assert stock.get_lr()[0] < 1e-9
+        stock.save_checkpoint(tmp_path, tag="saved")
+        convert(tmp_path / "saved", tmp_path / "converted", inject=True)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            own.load_checkpoint(tmp_path, tag="converted")
+        assert own.get_lr() == [0.01] and "where the schedule goes on" not in printed.getvalue()
 
     def test_a_rate_that_the_script_has_set_is_named(self, tmp_path):
         stock = started(STOCK, 1)

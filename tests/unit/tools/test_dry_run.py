@@ -453,7 +453,12 @@ def test_dtypes_are_spelled_as_in_deepspeed(spelling):
     (config(train_batch_size=32, sequence_parallel_size=4), "ok: "),
     (config(zero_optimization={"stage": 3, "reduce_bucket_size": "auto"}), "reduce_bucket_size = 500000000"),
     (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
-            optimizer={"type": "LayerWise", "params": {"matrix_optimizer": "adamw", "lr": 1e-3}}), "ok: adamw")])
+            optimizer={"type": "LayerWise", "params": {"matrix_optimizer": "adamw", "lr": 1e-3}}), "ok: adamw"),
+    # A Trainer fills in the rate that goes with the peak; which recipes are left, a model says.
+    (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
+            optimizer={"type": "LayerWiseMuon", "params": {"lr": "auto", "muon_lr": 0.02}}), "ok: muon and adamw"),
+    (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
+            layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), "ok: ")])
 def test_a_config_is_checked_without_a_model(given, said, files):
     code, out, err = run("check", files(given)[4])
     assert (code, err) == (0, "") and said in out and out.splitlines()[-1].startswith("ok: ")
@@ -465,6 +470,7 @@ def test_a_config_is_checked_without_a_model(given, said, files):
     (config(train_batch_size=65, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2), "train_batch_size"),
     (config(layerwise={"table": "long"}), "layerwise.table must be one of 'full', 'short', got 'long'"),
     (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}), "warmup_max_lr is 0.5, and optimizer.p"),
+    (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": "3e-4"}}), "params.warmup_max_lr must be a"),
     (config(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}), "(the default of WarmupDecayLR)"),
     ("{", "config.json is no JSON")])
 def test_a_check_refuses_what_a_run_refuses(given, message, files):
