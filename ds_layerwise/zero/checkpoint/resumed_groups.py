@@ -176,7 +176,7 @@ def rates_of(scheduler: Any, goes_on: bool | None, saved: Sequence[Mapping[str, 
 
 
 def _scheduled(
-    scheduler: Any, lr: float, saved: Mapping[str, Any], group: Mapping[str, Any]
+    scheduler: Any, lr: Any, saved: Mapping[str, Any], group: Mapping[str, Any]
 ) -> tuple[dict[str, Any], float]:
     """Return what a scheduler that continues, with the rate ``lr`` in the ``saved`` group, has put
     into ``group``, and the change of the rates in its state. One of torch leaves the rate from
@@ -184,7 +184,7 @@ def _scheduled(
     """
     was, now = saved.get("initial_lr"), group.get("initial_lr")
     factor = float(now) / was if scheduler and was and now else 1.0
-    values: dict[str, Any] = {"lr": lr * factor}
+    values = {"lr": lr * factor}
     # DeepSpeed's has no key of its own in a group. It moves both of betas, torch's the first.
     cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
     if cycles and "betas" in saved and "betas" in group:
