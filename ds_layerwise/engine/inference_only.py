@@ -84,8 +84,8 @@ def _init(
 
 def _is_for_asking(given: Mapping[str, Any]) -> bool:
     stage = at(given, "zero_optimization.stage")
-    is_number = isinstance(stage, int) and stage is not False
-    return is_for_us(given) and is_number and stage in (0, 3)
+    # False would count as 0, which DeepSpeed refuses.
+    return is_for_us(given) and isinstance(stage, int) and stage is not False and stage in (0, 3)
 
 
 def _refuse(name: str, stage: int) -> Callable[..., NoReturn]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -40,6 +42,16 @@ class LiveMemory(TorchDispatchMode):
                 storage = value.untyped_storage()
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.now())
+
+
+def uncounted(function):
+    """Return ``function``, whose tensors no :class:`LiveMemory` notes."""
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def bytes_of(tensors):

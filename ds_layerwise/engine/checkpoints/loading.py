@@ -480,8 +480,8 @@ def _load_module_state_dict(
                 if load.plan is not None:
                     # The last would become the weights, and the master of the other is trained.
                     for second, first in whole_states.tied(engine.module, module).items():
-                        if second in module and not torch.equal(
-                            module[first].nan_to_num(), module[second].nan_to_num()
+                        if second in module and not torch.allclose(
+                            module[first], module[second], rtol=0, atol=0, equal_nan=True
                         ):
                             raise LayerWiseError(
                                 f"{first} and {second} are one parameter here, but differ in the "

@@ -140,8 +140,9 @@ def after_another(
         values: dict[str, Any] = {}
         factor = 1.0
         if index < len(rates):
-            group = optimizer.param_groups[index]
-            values, factor = _scheduled(scheduler, rates[index], theirs, group)
+            values, factor = _scheduled(
+                scheduler, rates[index], theirs, optimizer.param_groups[index]
+            )
         before = optimizer.named({"lr": 0.0, **theirs}) if theirs else {}
         if scheduler or rates:
             before.pop("lr", None)

@@ -7,10 +7,11 @@ from deepspeed.utils import logger
 from torch import nn
 
 import ds_layerwise
+from ds_layerwise.ranks.comm import object_gather
 from ds_layerwise.zero import start_report
 from tests.support import internals
 from tests.support.harness import DistributedTest, device
-from tests.support.live_memory import LiveMemory
+from tests.support.live_memory import LiveMemory, uncounted
 from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, ds_config, start, train_engine
 
@@ -33,11 +34,13 @@ class TestStartUp(DistributedTest):
     @pytest.mark.parametrize("case, sections", [
         ("float32", {}), ("bfloat16", BF16),
         ("offloaded", {"bf16": {"enabled": True}, "offload": True})])
-    def test_it_takes_a_bucket_beside_what_is_held(self, case, sections):
+    def test_it_takes_a_bucket_beside_what_is_held(self, case, sections, monkeypatch):
         """A rank keeps little beside the parameters at stage 2: two copies of them would be the most it ever has."""
         offload = {"offload_optimizer": {"device": "cpu"}} if sections.pop("offload", False) else {}
         config = ds_config(stage=2, bucket_numel=2 * 64 * 64, **sections)
         config["zero_optimization"].update(offload)
+        # Ranks agree over the hosts, and gloo's threads let go of the last messages at any later time.
+        monkeypatch.setattr(object_gather, "_of_all", uncounted(object_gather._of_all))
         model = Stack(torch.float32 if case == "float32" else torch.bfloat16)
         size = sum(p.nbytes for p in model.parameters())
         with LiveMemory(p.data for p in model.parameters()) as memory:
@@ -49,9 +52,7 @@ class TestStartUp(DistributedTest):
         bucket = max(element_size * bucket.numel for bucket in engine.optimizer.layout.buckets)
         expected = max(held.params + bucket, held.total + held.staging)
         on_host = sum(t.nbytes for t in internals.host_tensors(engine))
-        # Ranks agree over the hosts, with 520 bytes of each; gloo's two threads let go of the last ones late.
-        agreeing = 3 * 520 * self.world_size
-        assert size < 0.9 * expected and memory.peak <= expected + on_host + agreeing + 4096
+        assert size < 0.9 * expected and memory.peak <= expected + on_host + 256
         if not offload:
             assert memory.peak > 0.95 * expected
             assert expected < (2 if case == "float32" else 3) * size
