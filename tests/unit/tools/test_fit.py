@@ -6,7 +6,7 @@ import pytest
 
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.tools.dry_run import DryRun, build_model
-from ds_layerwise.tools.fit import find_fits
+from ds_layerwise.tools.fit import Change, Fit, as_text, find_fits
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
@@ -184,3 +184,9 @@ def test_activations_are_counted_by_tokens(written):
         assert_refused(f"--tokens and {option} do not go together", *arguments, "--tokens", "1", option)
     assert_refused("--tokens needs a model with a config that has hidden_size", "plan", "--model",
                    "tests.support.model_specs:small", *arguments[3:], "--tokens", "8")
+
+
+def test_each_price_is_told_once():
+    fits = [[Fit(Change({}, prices), 1, 1)] for prices in (("a: costs", "b: waits"), ("b: waits",))]
+    told = as_text(fits, [1, 2], 10).splitlines()
+    assert [line for line in told if line.startswith(("a:", "b:"))] == ["a: costs", "b: waits"]
