@@ -187,6 +187,6 @@ def test_activations_are_counted_by_tokens(written):
 
 
 def test_each_price_is_told_once():
-    fits = [[Fit(Change({}, prices), 1, 1)] for prices in (("a: costs", "b: waits"), ("b: waits",))]
+    fits = [[Fit(Change({}, prices), 1, 1)] for prices in (("a: costs", "b: waits"), ("a: costs",))]
     told = as_text(fits, [1, 2], 10).splitlines()
     assert [line for line in told if line.startswith(("a:", "b:"))] == ["a: costs", "b: waits"]
