@@ -38,7 +38,7 @@ from ds_layerwise.routing.module_of import config_value
 from ds_layerwise.routing.override_matching import require_members
 from ds_layerwise.routing.routes import Routes, idle_keys
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
-from ds_layerwise.zero.setup.rate_checks import check_peaks
+from ds_layerwise.zero.setup.rate_checks import check_peaks, check_taken
 from ds_layerwise.zero.setup.run_plan import norm_groups_of, route
 
 #: The folder of the models that come with the package, each a ``config.json`` of transformers.
@@ -332,13 +332,15 @@ def checked(path: Path) -> list[str]:
         num_ranks = max(1, total // max(1, micro * passes))
     num_ranks *= Mesh.of(given, {}).sp
     run = RunConfig.from_ds_config(filled)
-    # A Trainer fills in rates that go together, and an override may leave a recipe nothing.
-    if not (
-        {"optimizer.params.lr", "scheduler.params.warmup_max_lr"} & by_trainer.keys()
-        or any(override.optimizer for override in run.layerwise.overrides)
-    ):
+    # An override may leave a recipe nothing, or bring another one.
+    if not any(override.optimizer for override in run.layerwise.overrides):
+        check_taken(run.optimizer, {}, ())
         used = {recipe.lr_ratio for recipe in run.optimizer.recipes}
-        check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer, used={0: used})
+        # A Trainer fills in rates that go together.
+        if by_trainer.keys().isdisjoint({"optimizer.params.lr", "scheduler.params.warmup_max_lr"}):
+            check_peaks(
+                filled.get("scheduler"), [run.optimizer.group()], run.optimizer, used={0: used}
+            )
     lines = _for_auto(by_trainer, filled, check_for(filled, num_ranks))
     if given.keys().isdisjoint(batches):
         lines.append(f"a run needs {' or '.join(batches)}")

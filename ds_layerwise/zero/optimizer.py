@@ -409,8 +409,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
 
     @property
     def fresh_states(self) -> dict[str, str]:
-        """The parameters whose optimizer state did not come from the loaded checkpoint as it
-        is, each with the reason.
+        """The parameters whose optimizer state did not come as it is from the checkpoint whose
+        states were loaded last, each with the reason.
         """
         return self.checkpointing.fresh_states
 

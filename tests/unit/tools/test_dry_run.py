@@ -458,7 +458,9 @@ def test_dtypes_are_spelled_as_in_deepspeed(spelling):
     (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
             optimizer={"type": "LayerWiseMuon", "params": {"lr": "auto", "muon_lr": 0.02}}), "ok: muon and adamw"),
     (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
-            layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), "ok: ")])
+            layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), "ok: "),
+    (config(optimizer={"type": "LayerWise", "params": {"scalar_optimizer": "lion", "eps": 1e-8}},
+            layerwise={"overrides": [{"name": "*", "optimizer": "adamw"}]}), "ok: muon and lion")])
 def test_a_config_is_checked_without_a_model(given, said, files):
     code, out, err = run("check", files(given)[4])
     assert (code, err) == (0, "") and said in out and out.splitlines()[-1].startswith("ok: ")
@@ -472,6 +474,8 @@ def test_a_config_is_checked_without_a_model(given, said, files):
     (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}), "warmup_max_lr is 0.5, and optimizer.p"),
     (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": "3e-4"}}), "params.warmup_max_lr must be a"),
     (config(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}), "(the default of WarmupDecayLR)"),
+    (config(optimizer={"type": "LayerWise", "params": {"scalar_optimizer": "lion", "eps": 1e-8}}),
+     "no optimizer of this run (lion, muon) uses optimizer.params.eps; remove it"),
     ("{", "config.json is no JSON")])
 def test_a_check_refuses_what_a_run_refuses(given, message, files):
     assert_refused(message, "check", files(given)[4])
