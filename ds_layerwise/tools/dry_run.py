@@ -326,18 +326,17 @@ def checked(path: Path) -> list[str]:
     batches = ("train_batch_size", "train_micro_batch_size_per_gpu")
     total, micro = map(filled.get, batches)
     passes = filled.get("gradient_accumulation_steps", 1)
-    num_ranks = 1
+    num_ranks = Mesh.of(given, {}).sp
     if isinstance(total, int) and isinstance(micro, int) and isinstance(passes, int):
         # As many as the three sizes ask for. DeepSpeed says if they are no product.
-        num_ranks = max(1, total // max(1, micro * passes))
-    num_ranks *= Mesh.of(given, {}).sp
+        num_ranks *= max(1, total // max(1, micro * passes))
     run = RunConfig.from_ds_config(filled)
     # An override may leave a recipe nothing, or bring another one.
     if not any(override.optimizer for override in run.layerwise.overrides):
         check_taken(run.optimizer, {}, ())
         used = {recipe.lr_ratio for recipe in run.optimizer.recipes}
         # A Trainer fills in rates that go together.
-        if by_trainer.keys().isdisjoint({"optimizer.params.lr", "scheduler.params.warmup_max_lr"}):
+        if {"optimizer.params.lr", "scheduler.params.warmup_max_lr"}.isdisjoint(by_trainer):
             check_peaks(
                 filled.get("scheduler"), [run.optimizer.group()], run.optimizer, used={0: used}
             )
