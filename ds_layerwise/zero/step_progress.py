@@ -100,7 +100,7 @@ class Progress:
     def pass_ended(self) -> None:
         """Record the end of a backward pass."""
         # Compiled autograd calls nothing at the end of a pass. It has the highest number.
-        if self._engine()._is_compiled_autograd_enabled:
+        if torch._dynamo.compiled_autograd.compiled_autograd_enabled:
             self.unended.discard(max(self.unended, default=0))
         self.passes += 1
         self.outside = False

@@ -241,12 +241,12 @@ READ = (
     Used("deepspeed.runtime.tensor_parallel.config.TPTrainingConfig.tensor_parallel", "read"),
     Used("deepspeed.runtime.tensor_parallel.config.TPConfig.tp_group", "read"),
     *_used(_ENGINE, "read", """
-        _config _is_compiled_autograd_enabled _running_engine_backward basic_optimizer checkpoint_engine
-        client_lr_scheduler client_optimizer enable_backward_allreduce engine_timers expert_data_parallel_group
-        global_rank global_samples global_steps gradient_average has_moe_layers inside_no_sync_ctxt local_rank
-        lr_scheduler mesh_device micro_steps module module_forward_post_hook module_forward_pre_hook monitor
-        mp_world_size mpu num_experts optimizer save_non_zero_checkpoint save_zero_checkpoint seq_data_parallel_group
-        sequence_parallel_size skipped_steps timers"""),
+        _config _running_engine_backward basic_optimizer checkpoint_engine client_lr_scheduler client_optimizer
+        enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
+        gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
+        module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu num_experts optimizer
+        save_non_zero_checkpoint save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps
+        timers"""),
     Used(f"{_ENGINE}.checkpoint_mp_rank", "read", since="0.19.6"),
     Used("deepspeed.monitor.monitor.MonitorMaster.enabled", "read"),
     Used("deepspeed.monitor.monitor.MonitorMaster.write_events", "read", ("self", "event_list")),

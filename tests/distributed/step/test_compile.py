@@ -122,15 +122,19 @@ class TestCompiled(DistributedTest):
         with pytest.raises(ConfigError, match=rf"^{part} is what torch.compile.*call module.compile\(\) instead"):
             start(model, ds_config(stage=3))
 
-    @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.thorough)])
+    @pytest.mark.parametrize("who", ["engine", pytest.param("torch", marks=pytest.mark.thorough)])
     @pytest.mark.world_size(1)
-    def test_the_backward_pass_too(self, stage):
-        config = ds_config(stage=stage, bucket_numel=1, clip=1.0)
+    def test_the_backward_pass_too(self, who):
+        config = ds_config(bucket_numel=1, clip=1.0)
         expected, counter = train(start(Layers(), config), steps=2), new_counter()
         engine = start(Layers(), config)
         get_accelerator().set_compile_backend("eager")
-        engine.compile(backend=counter, compiled_autograd_enabled=True)
-        assert torch.equal(train(engine, steps=2), expected)
+        if who == "engine":
+            engine.compile(backend=counter, compiled_autograd_enabled=True)
+            assert torch.equal(train(engine, steps=2), expected)
+        else:
+            with torch._dynamo.config.patch(compiled_autograd=True):
+                assert torch.equal(torch.compile(train, backend=counter)(engine, steps=2), expected)
         assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] >= 1
 
     def test_a_checkpoint_of_a_module_that_the_user_compiled(self, class_tmpdir):
