@@ -416,10 +416,11 @@ def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
     Raises:
         ConfigError: names its class and the way out.
     """
-    original()
-    if not engine.client_lr_scheduler:
-        return
     with comm.errors_on_all_ranks():
+        # A function of the script may fail on one rank alone.
+        original()
+        if not engine.client_lr_scheduler:
+            return
         schedule = engine.lr_scheduler
         known = {id(group) for group in engine.optimizer.param_groups}
         moved = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
