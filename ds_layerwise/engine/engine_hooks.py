@@ -411,28 +411,26 @@ def _asks_later(record: Any) -> bool:
 
 
 def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
-    original()
-    if engine.client_lr_scheduler:
-        with comm.errors_on_all_ranks():
-            _check_client(engine)
-
-
-def _check_client(engine: DeepSpeedEngine) -> None:
-    """Refuse a scheduler that has no effect here.
+    """Let the engine make or take the scheduler, and refuse one that has no effect here.
 
     Raises:
         ConfigError: names its class and the way out.
     """
-    schedule = engine.lr_scheduler
-    known = {id(group) for group in engine.optimizer.param_groups}
-    moved = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
-    if moved is not None and not any(id(group) in known for group in moved):
-        kind = type(schedule).__name__
-        raise ConfigError(
-            f"lr_scheduler is a {kind} of another optimizer ({type(schedule.optimizer).__name__}), "
-            "so that no rate of this engine would ever move; give a function: lr_scheduler=lambda "
-            f"optimizer: {kind}(optimizer, ...)"
-        )
+    with comm.errors_on_all_ranks():
+        # A function of the script may fail on one rank alone.
+        original()
+        if not engine.client_lr_scheduler:
+            return
+        schedule = engine.lr_scheduler
+        known = {id(group) for group in engine.optimizer.param_groups}
+        moved = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+        if moved is not None and not any(id(group) in known for group in moved):
+            kind = type(schedule).__name__
+            raise ConfigError(
+                f"lr_scheduler is a {kind} of another optimizer "
+                f"({type(schedule.optimizer).__name__}), so that no rate of this engine would ever "
+                f"move; give a function: lr_scheduler=lambda optimizer: {kind}(optimizer, ...)"
+            )
 
 
 #: The hooks that an engine of this backend needs after it was built. The keys, here and below, are

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_layerwise.plan.layout.layout import Bucket, Ints, Layout
+from ds_layerwise.plan.layout.layout import Ints, Layout
 from ds_layerwise.plan.layout.transfer_plan import begun_backwards
 from ds_layerwise.plan.layout.transport import Reduction, itemsize, nbytes_in, sum_dtype
 
@@ -67,40 +67,28 @@ def sent_bytes(
             gradients += to_others * itemsize(wire)
             parameters += nbytes_in(bucket.sent_as(), to_others)
             if bucket.transport == "cuts":
-                sums, back = _exchanged(bucket)
+                # Elements go from each rank's cut to their owners, and from each owner to the cuts
+                # of others.
+                sums = np.full(bucket.holders, bucket.cut_numel, np.int64)
+                back = np.zeros(bucket.holders, np.int64)
+                for owner, start, numel in bucket.filled():
+                    cut = bucket.start + owner * bucket.cut_numel
+                    stays = min(start + numel, cut + bucket.cut_numel) - max(start, cut)
+                    sums[owner] -= max(stays, 0)
+                    back[owner] += numel - max(stays, 0)
+                sums = np.repeat(sums, bucket.ep_size)
                 gradients += sums * itemsize(sum_dtype(wire, reduction, stage))
-                parameters += nbytes_in(bucket.sent_as(), back)
+                parameters += nbytes_in(bucket.sent_as(), np.repeat(back, bucket.ep_size))
         if stage == 3:
             # DeepSpeed gathers all cuts in the forward pass, and once more in the backward pass:
             # they go to the other ranks that hold the same parameters.
             for bucket in buckets:
                 cuts = sum(map(bucket.cut_of, bucket.slots)) * (bucket.holders - 1)
                 gradients += 2 * cuts * itemsize(dtype)
-            parameters = _returned_bytes(buckets, layout.world_size)
+            # A rank sends as the owner, to the cuts of the other ranks.
+            parameters = np.zeros(layout.world_size, np.int64)
+            for dealt in begun_backwards(buckets, by_param=True):
+                nbytes = nbytes_in(dealt.dtype, dealt.row_sizes())
+                parameters += np.repeat(nbytes, dealt.ep_size) * (dealt.holders - 1)
         sent[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
-    return sent
-
-
-def _exchanged(bucket: Bucket) -> tuple[Ints, Ints]:
-    """Return the numbers of elements that go from each rank's cut of ``bucket`` to their owners,
-    and from each owner to the cuts of others.
-    """
-    sums = np.full(bucket.holders, bucket.cut_numel, np.int64)
-    back = np.zeros(bucket.holders, np.int64)
-    for owner, start, numel in bucket.filled():
-        cut = bucket.start + owner * bucket.cut_numel
-        stays = min(start + numel, cut + bucket.cut_numel) - max(start, cut)
-        sums[owner] -= max(stays, 0)
-        back[owner] += numel - max(stays, 0)
-    return np.repeat(sums, bucket.ep_size), np.repeat(back, bucket.ep_size)
-
-
-def _returned_bytes(buckets: Sequence[Bucket], num_ranks: int) -> Ints:
-    """Return the bytes of ``buckets`` that each rank sends after a step of ZeRO stage 3: as their
-    owner, to the cuts of the other ranks that hold them.
-    """
-    sent = np.zeros(num_ranks, np.int64)
-    for dealt in begun_backwards(buckets, by_param=True):
-        nbytes = nbytes_in(dealt.dtype, dealt.row_sizes())
-        sent += np.repeat(nbytes, dealt.ep_size) * (dealt.holders - 1)
     return sent

@@ -695,7 +695,7 @@ class Checkpointing:
         scheduler = run.engine().lr_scheduler
         goes_on = None if scheduler is None else wants_scheduler
         groups = self._resumed(header, scheduler, goes_on)
-        lines = resumed_groups.take_over(groups, run.optimizer, scheduler)
+        lines = resumed_groups.take_over(groups, run.optimizer, goes_on and scheduler)
         for line in (*lines, *run.products.changes(planned.recipes, header.fast_dtypes)):
             comm.report(line)
         run.scaling.take_over(

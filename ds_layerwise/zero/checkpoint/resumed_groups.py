@@ -12,6 +12,7 @@ Note: the rates of a schedule
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deepspeed.runtime import lr_schedules
@@ -20,6 +21,7 @@ from torch import Tensor
 from ds_layerwise.checkpoint.plain_values import check_kind, like, plain
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.config.sections import HYPER_KEYS, OnHyperChange
+from ds_layerwise.errors import FOREIGN_ERRORS
 from ds_layerwise.zero.setup.client_groups import ABOUT_GROUPS
 from ds_layerwise.zero.setup.param_groups import OF_SCHEDULERS, LayerWiseOptimizer
 
@@ -81,14 +83,15 @@ def resumed(
         ValueError: a value of the checkpoint is of another kind than this run's.
     """
     stays = {*_OF_THIS_RUN, *optimizer.fixed_keys}
-    if goes_on is False:
-        stays |= {"lr", *OF_SCHEDULERS}
-    takes_lr = goes_on is False or goes_on and _is_deepspeeds(scheduler)
-    rates = rates_of(scheduler, goes_on)
+    # The state of DeepSpeed's is a number of steps; the rate of another's is in the saved group.
+    is_count = goes_on and _is_deepspeeds(scheduler)
+    takes_lr = goes_on is False or is_count
+    rates = rates_of(scheduler, is_count)
     groups = []
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)
     for index, (saved, before) in enumerate(pairs):
         built = optimizer.built_with[index]
+        group = optimizer.param_groups[index]
         # One that is not there is an error, whatever the group holds.
         lr = float(saved["lr"])
         changes = _changes(optimizer.named(before), optimizer.named(built))
@@ -100,16 +103,20 @@ def resumed(
         elif takes_lr and before["lr"] != built["lr"]:
             why = f"{type(scheduler).__name__} starts from its lr"
         else:
-            check_kind(optimizer.param_groups[index], saved, name)
+            check_kind(group, saved, name)
             unused = set(HYPER_KEYS) - built.keys()
+            if goes_on is False:
+                unused |= {"lr", *OF_SCHEDULERS}
+                if getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
+                    unused.add("betas")
             values = {key: saved[key] for key in saved.keys() - stays - unused}
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
             continue
-        values, factor = {}, 1.0
-        if goes_on:
-            rate = rates[index] if index < len(rates) else lr
-            values, factor = _scheduled(scheduler, rate, saved, optimizer.param_groups[index])
+        rate = rates[index] if is_count else lr
+        values, factor = _scheduled(
+            scheduler, goes_on, rate, saved, group, before["lr"], built["lr"]
+        )
         line = f"{name}: {changes}this run's values are used, because {why}"
         groups.append(ResumedGroup(values, built, line, factor))
     return groups
@@ -128,23 +135,17 @@ def after_another(
         scheduler, goes_on: as in :func:`resumed`.
     """
     saved = header.configured or ()
-    # Only a scheduler of this run continues the rates of another.
-    rates = rates_of(
-        scheduler,
-        goes_on,
-        saved if any("initial_lr" in group for group in optimizer.param_groups) else (),
-    )
+    rates = rates_of(scheduler, goes_on, saved)
     groups = []
     for index, built in enumerate(optimizer.built_with):
         theirs = saved[index] if len(saved) == len(optimizer.built_with) else {}
         values: dict[str, Any] = {}
         factor = 1.0
         if index < len(rates):
-            values, factor = _scheduled(
-                scheduler, rates[index], theirs, optimizer.param_groups[index]
-            )
+            group = optimizer.param_groups[index]
+            values, factor = _scheduled(scheduler, goes_on, rates[index], theirs, group, 0, 0)
         before = optimizer.named({"lr": 0.0, **theirs}) if theirs else {}
-        if scheduler or rates:
+        if scheduler or values:
             before.pop("lr", None)
         line = f"param_groups[{index}]: {_changes(before, optimizer.named({**built, **values}))}"
         line += "this run's values are used, because the saved run was not one of ds_layerwise"
@@ -172,24 +173,39 @@ def rates_of(scheduler: Any, goes_on: bool | None, saved: Sequence[Mapping[str, 
     if _is_deepspeeds(scheduler):
         # Its state is a number of steps alone.
         return scheduler.get_lr()
-    rates: Any = getattr(scheduler, "get_last_lr", list)()
-    return rates if isinstance(rates, list) else ()
+    # A class of the script may have no such function, or none that answers before its first step.
+    with suppress(*FOREIGN_ERRORS):
+        return list(scheduler.get_last_lr())
+    return ()
 
 
 def _scheduled(
-    scheduler: Any, lr: Any, saved: Mapping[str, Any], group: Mapping[str, Any]
+    scheduler: Any,
+    goes_on: bool | None,
+    lr: Any,
+    saved: Mapping[str, Any],
+    group: Mapping[str, Any],
+    was: Any,
+    now: Any,
 ) -> tuple[dict[str, Any], float]:
-    """Return what a scheduler that continues, with the rate ``lr`` in the ``saved`` group, has put
-    into ``group``, and the change of the rates in its state. One of torch leaves the rate from
-    which it starts in a group.
+    """Return what a scheduler, with the rate ``lr`` in the ``saved`` group, has put into ``group``
+    if it continues, and the change of the rates in its state.
+
+    Args:
+        scheduler, goes_on: as in :func:`resumed`.
+        was, now: ``lr`` of the two groups before any scheduler, as far as it is known.
     """
-    was, now = saved.get("initial_lr"), group.get("initial_lr")
-    factor = float(now) / was if scheduler and was and now else 1.0
+    # One of torch leaves the rate from which it starts in a group, a plateau none.
+    if not goes_on and (goes_on is False or "initial_lr" not in group):
+        return {}, 1.0
+    was = saved.get("initial_lr", was)
+    is_count = _is_deepspeeds(scheduler)
+    factor = float(group.get("initial_lr", now)) / was if was and not is_count else 1.0
     values = {"lr": lr * factor}
     # DeepSpeed's has no key of its own in a group. It moves both of betas, torch's the first.
     cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
     if cycles and "betas" in saved and "betas" in group:
-        count = 1 + _is_deepspeeds(scheduler)
+        count = 1 + is_count
         values["betas"] = (*saved["betas"][:count], *group["betas"][count:])
     return values, factor
 
@@ -233,7 +249,8 @@ def take_over(
         for part in _parts(scheduler):
             for key in _LISTS:
                 rates = getattr(part, key, None)
-                if factor != 1 and isinstance(rates, list):
+                # What is not in the state is this run's.
+                if factor != 1 and isinstance(rates, list) and key in part.state_dict():
                     rates[index] *= factor
         if line:
             lines.append(line)

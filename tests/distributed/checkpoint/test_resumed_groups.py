@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
     LambdaLR,
+    LRScheduler,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -209,8 +211,49 @@ OTHERWISE = {
 #: What a config says otherwise than the one before it, and what a group may go on with then.
 OTHER = {"lr": 0.006, "muon_lr": 0.01, "weight_decay": 0.5, "momentum": 0.5, "betas": [0.25, 0.5], "eps": 1e-3}
 
-#: Schedules of torch: one from a base, one that multiplies on from the group, one with parts, one that keeps its peak
-#: and cycles the momentum, one whose part has parts.
+class Plateau(ReduceLROnPlateau):
+    """A scheduler that leaves no key in a group."""
+
+    def step(self, *_):
+        super().step(1.0)
+
+
+class CountAlone(LRScheduler):
+    """A state without rates."""
+
+    def get_lr(self):
+        return [base / (1 + self.last_epoch) for base in self.base_lrs]
+
+    def state_dict(self):
+        return {"last_epoch": self.last_epoch}
+
+
+class OfNoLibrary:
+    """A scheduler that leaves no key in a group, and knows its rate only after a step, as older ones of DeepSpeed's."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.count = optimizer, 0
+        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+
+    def step(self):
+        self.count += 1
+        self.last = [base / (1 + self.count) for base in self.base_lrs]
+        for group, lr in zip(self.optimizer.param_groups, self.last, strict=True):
+            group["lr"] = lr
+
+    def get_last_lr(self):
+        assert hasattr(self, "last"), "need to call step() first"
+        return self.last
+
+    def state_dict(self):
+        return {"count": self.count, "base_lrs": self.base_lrs}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+#: Schedules: one from a base, one that multiplies on from the group, one with parts, one that keeps its peak and cycles
+#: the momentum, one whose part has parts, and classes of scripts.
 SCHEDULES = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
@@ -219,6 +262,9 @@ SCHEDULES = {
     "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=8),
     "parts of parts": lambda optimizer: ChainedScheduler([SequentialLR(optimizer, [
         ConstantLR(optimizer, 0.5, 4), LambdaLR(optimizer, lambda step: 1 / (1 + step))], [5])]),
+    "plateau": lambda optimizer: Plateau(optimizer, factor=0.5, patience=0),
+    "count alone": CountAlone,
+    "of no library": OfNoLibrary,
 }
 
 
@@ -311,6 +357,33 @@ class TestAnotherOptimizer(DistributedTest):
             train_engines((engine, always), 1, first=step)
         assert {"matrix_lr_ratio", "betas"}.isdisjoint(engine.optimizer.param_groups[0])
 
+    @pytest.mark.parametrize("kind", ["step", "one cycle"])
+    def test_a_schedule_that_the_script_restores(self, kind, tmp_path):
+        """The first step, and each of one that multiplies on from the group, are those of a run of this config."""
+        def started(**params):
+            engine = start(Net(), ds_config(layerwise={"on_optimizer_change": "reset"}, optimizer={
+                "type": "LayerWise", "params": {**RATES, "matrix_optimizer": "muon", **params}}))
+            return engine, SCHEDULES[kind](engine.optimizer.optimizer)
+
+        def trained(pair, step):
+            train_engine(pair[0], 1, first=step)
+            pair[1].step()
+
+        factor = 1 + (kind == "step")
+        other = {"matrix_optimizer": "soap", "lr": 0.003 * factor, "muon_lr": 0.004}
+        old, always, resumed = started(), started(**other), started(**other)
+        for step in range(3):
+            trained(old, step)
+            trained(always, step)
+        old[0].save_checkpoint(tmp_path)
+        resumed[0].load_checkpoint(tmp_path)
+        resumed[1].load_state_dict(old[1].state_dict())
+        for step in range(3, 6):
+            assert resumed[0].get_lr() == pytest.approx(always[0].get_lr(), rel=1e-12), step
+            assert effective(resumed[0]) == effective(always[0]), step
+            trained(always, step)
+            trained(resumed, step)
+
 
 class TestWhatWins(DistributedTest):
     def resumed(self, folder, wins, **changes):
@@ -352,7 +425,9 @@ class TestWhatWins(DistributedTest):
         for step in range(3, 6):
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
             assert effective(engine) == effective(always)
-            assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
+            if kind != "count alone":
+                # That one's rates are in no checkpoint.
+                assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
             train_engines((old, always, engine, stays), 1, first=step)
 
     @pytest.mark.parametrize("kind", ["of DeepSpeed", "afresh", "of another kind"])
@@ -381,6 +456,49 @@ class TestWhatWins(DistributedTest):
                 assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12)
                 assert effective(engine) == effective(always)
                 train_engines((engine, always), 1, first=step)
+
+    @pytest.mark.parametrize("now", ["one cycle", "lambda"])
+    def test_a_schedule_that_starts_afresh_has_its_momentum(self, now, tmp_path):
+        """The cycle of the saved run has ended somewhere between its two bounds."""
+        old = train_engine(start(Net(), ds_config(), lr_scheduler=SCHEDULES["one cycle"]), 3)
+        old.save_checkpoint(tmp_path)
+        engine, always = (start(Net(), ds_config(), lr_scheduler=SCHEDULES[now]) for _ in range(2))
+        assert effective(old)["betas"] != effective(always)["betas"]
+        engine.load_checkpoint(tmp_path, load_lr_scheduler_states=now == "lambda")
+        for step in range(3, 6):
+            assert engine.get_lr() == always.get_lr() and effective(engine) == effective(always), step
+            train_engines((engine, always), 1, first=step)
+
+    def test_a_save_right_after_a_load_has_the_new_rates(self, tmp_path):
+        """A composed scheduler of torch says there what its rate was before."""
+        old = train_engine(start(Net(), ds_config(), lr_scheduler=SCHEDULES["parts of parts"]), 3)
+        old.save_checkpoint(tmp_path)
+        self.resumed(tmp_path, "config", lr_scheduler=SCHEDULES["parts of parts"]).save_checkpoint(tmp_path, tag="next")
+        back = start(Net(), ds_config(layerwise={"on_hyper_change": "config"}),
+                     lr_scheduler=SCHEDULES["parts of parts"])
+        back.load_checkpoint(tmp_path, tag="next")
+        for step in range(3, 6):
+            assert back.get_lr() == pytest.approx(old.get_lr(), rel=1e-12), step
+            train_engines((old, back), 1, first=step)
+
+    def test_the_scheduler_keeps_its_rates_where_one_file_is_loaded(self, tmp_path):
+        """The script restores it, and its rates are this run's until then."""
+        old = train_engine(start(Net(), ds_config(), lr_scheduler=SCHEDULES["lambda"]), 3)
+        old.optimizer.save_state_dict_to_file(tmp_path / ONE_FILE)
+        engine = start(Net(), ds_config(params=OTHER, layerwise={"on_hyper_change": "config"}),
+                       lr_scheduler=SCHEDULES["lambda"])
+        engine.optimizer.load_state_dict_from_file(tmp_path / ONE_FILE)
+        assert engine.lr_scheduler.base_lrs == [OTHER["lr"]]
+        assert engine.get_lr() == pytest.approx([OTHER["lr"] / 4], rel=1e-12)
+
+    def test_weights_alone_leave_a_scheduler_that_does_not_know_its_rate(self, tmp_path):
+        old = train_engine(start(Net(), ds_config(), lr_scheduler=OfNoLibrary), 3)
+        old.save_checkpoint(tmp_path)
+        engine = start(Net(), ds_config(), lr_scheduler=OfNoLibrary)
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert engine.get_lr() == [MUON["lr"]]
+        train_engines((old, engine), 1, first=3)
+        assert engine.get_lr() == old.get_lr()
 
     def test_each_group_by_itself(self, tmp_path, capsys):
         def start_groups(decays):

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import deepspeed.comm as dist
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, recipe_for, start, train_engine
+from tests.support.training import Net, ds_config, raises_on_rank_1, recipe_for, start, train_engine
 
 pytestmark = rooms("param_groups", "rate_checks", "engine_hooks")
 
@@ -64,6 +65,17 @@ class TestSchedulers(DistributedTest):
         with pytest.raises(ConfigError, match=r"lr_scheduler is a StepLR of another optimizer \(SGD\), so that no rate "
                            r"of this engine would ever move; give a function: lr_scheduler=lambda optimizer: StepLR"):
             start(Net(), ds_config(), lr_scheduler=schedule)
+
+    @pytest.mark.world_size(2)
+    def test_a_function_that_fails_on_one_rank_is_an_error_on_all(self):
+        """The text has what a file system and a user may put into it."""
+        def make(optimizer):
+            if dist.get_rank() == 1:
+                raise OSError("no Länge of 重.\udcff")
+            return lr_scheduler.StepLR(optimizer, 1)
+
+        with raises_on_rank_1(OSError, "no Länge of 重"):
+            start(Net(), ds_config(), lr_scheduler=make)
 
     def test_weights_alone_load_whether_or_not_there_is_a_scheduler(self):
         """``load_module_state_dict`` by itself knows nothing of schedulers, and leaves what it is given as it is."""
