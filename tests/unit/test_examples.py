@@ -416,7 +416,7 @@ def test_minutes_of_the_page_are_its_arithmetic(compare):
                  f"{minutes(runs + 2 * names, longer)}",
                  "Together they take {} to {} minutes".format(*map(sum, zip(*rows))),
                  f"a run on eight GPUs reads {8 * tokens * args.steps / 1e6:.0f} M bytes",
-                 f"for fewer tokens, {8 * tokens * args.steps / 1e6:.0f} M a run on eight",
+                 f"A run on eight GPUs trains on {8 * tokens * args.steps / 1e6:.0f} M tokens",
                  "The three multiples are {:g}, {:g} and {:g}".format(*(1.5e-3 * each for each in args.rates)),
                  "the three are {:g}, {:g} and {:g} of `muon_lr`".format(*(0.02 * each for each in args.rates))):
         assert said in page, said
