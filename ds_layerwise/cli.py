@@ -269,6 +269,12 @@ def _reading(options: argparse.Namespace) -> Any:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    for name, others in _APART.items():
+        for other in others:
+            if getattr(options, name) and getattr(options, other):
+                raise LayerWiseError(f"--{name} and --{other} do not go together; leave one out")
+    if options.memory and options.list and not options.json:
+        raise LayerWiseError("--list has no row for --memory; leave one out, or add --json")
     # A plan keeps all that it makes: searching that for garbage takes a tenth of the time.
     was_on = gc.isenabled()
     gc.disable()
@@ -285,7 +291,6 @@ def _print_plan(options: argparse.Namespace) -> int:
     from ds_layerwise.tools import fit
     from ds_layerwise.tools.dry_run import DryRun
 
-    _refuse_together(options)
     # Batches do not have to multiply out on all of the devices that are tried.
     ranks = options.ranks if options.fit is None else options.ranks[:1]
     plan = DryRun.of(options.model, options.config, ranks, mesh=vars(options))
@@ -310,15 +315,6 @@ def _print_plan(options: argparse.Namespace) -> int:
     known = {"memory_bytes": memory, "activations": activations, "gb_s": options.gb_s}
     say_last(fit.answer(plan, found, ranks, **known))
     return 0
-
-
-def _refuse_together(options: argparse.Namespace) -> None:
-    for name, others in _APART.items():
-        for other in others:
-            if getattr(options, name) and getattr(options, other):
-                raise LayerWiseError(f"--{name} and --{other} do not go together; leave one out")
-    if options.memory and options.list and not options.json:
-        raise LayerWiseError("--list has no row for --memory; leave one out, or add --json")
 
 
 def _print_numbers(options: argparse.Namespace, plan: Any) -> int:

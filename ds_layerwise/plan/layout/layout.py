@@ -174,12 +174,8 @@ class Bucket:
                 f"shards {self.shards.runs} has the transport {self.transport!r}, which it cannot "
                 f"have; possible are {', '.join(name for name in allowed if allowed[name])}"
             )
-        self._check_slots()
-
-    def _check_slots(self) -> None:
-        """Check that each slot ends before the next begins, and before the end of the shard of its
-        owner; by ``by_param``, so do all cuts of it.
-        """
+        # Each slot ends before the next begins, and before the end of the shard of its owner; by
+        # ``by_param``, so do all cuts of it.
         start = self.start
         ends = [slot.start for slot in self.slots[1:]]
         for slot, end in zip(self.slots, [*ends, self.stop], strict=True):

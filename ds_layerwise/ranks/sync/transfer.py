@@ -248,8 +248,7 @@ class Transfer:
             if in_mxfp8:
                 decode_(packed, arrived)
             cuts = _parts(round_.runs, self._cut_of)
-            # Some may be in host memory.
-            if all(cut.device == packed.device for cut in cuts):
+            if not _on_host(cuts, beside=packed):
                 unpack(packed, cuts)
             else:
                 self._leaving.wait()
@@ -297,6 +296,11 @@ def _rows(round_: Round, shard: Tensor, moved: Tensor) -> list[tuple[Stretch, Te
         found.append((row, value, by_rank[:, first : first + row.cut]))
         first += row.cut
     return found
+
+
+def _on_host(cuts: Sequence[Tensor], *, beside: Tensor) -> bool:
+    """Tell whether any of ``cuts`` is in host memory, and ``beside`` is not."""
+    return any(cut.device != beside.device for cut in cuts)
 
 
 def unpack(packed: Tensor, places: list[Tensor]) -> None:
