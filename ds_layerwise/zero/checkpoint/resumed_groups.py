@@ -199,14 +199,13 @@ def _scheduled(
     if not goes_on and (goes_on is False or "initial_lr" not in group):
         return {}, 1.0
     was = saved.get("initial_lr", was)
-    is_count = _is_deepspeeds(scheduler)
-    factor = float(group.get("initial_lr", now)) / was if was and not is_count else 1.0
+    scales = was and not _is_deepspeeds(scheduler)
+    factor = float(group.get("initial_lr", now)) / was if scales else 1.0
     values = {"lr": lr * factor}
-    # DeepSpeed's has no key of its own in a group. It moves both of betas, torch's the first.
+    # DeepSpeed's has no key of its own in a group. Its second of betas stays what it is at start.
     cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
     if cycles and "betas" in saved and "betas" in group:
-        count = 1 + is_count
-        values["betas"] = (*saved["betas"][:count], *group["betas"][count:])
+        values["betas"] = (saved["betas"][0], *group["betas"][1:])
     return values, factor
 
 
