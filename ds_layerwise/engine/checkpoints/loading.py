@@ -241,7 +241,9 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
     counts = {}
     for key in ("global_steps", "global_samples", "skipped_steps"):
         counts[key] = vars(engine)[key]
-    schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+    # One of the script may fail on one rank alone.
+    with comm.errors_on_all_ranks():
+        schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     with ExitStack() as undo:
         undo.callback(lambda: vars(engine).update(counts))
         if schedule:

@@ -77,6 +77,24 @@ class TestSchedulers(DistributedTest):
         with raises_on_rank_1(OSError, "no Länge of 重"):
             start(Net(), ds_config(), lr_scheduler=make)
 
+    @pytest.mark.world_size(2)
+    def test_a_state_that_fails_on_one_rank_is_an_error_of_the_load_on_all(self, tmp_path):
+        class Schedule(lr_scheduler.StepLR):
+            fails = False
+
+            def state_dict(self):
+                if self.fails:
+                    raise OSError("no state")
+                return super().state_dict()
+
+        engine = start(Net(), ds_config(), lr_scheduler=lambda optimizer: Schedule(optimizer, 1))
+        engine.save_checkpoint(tmp_path)
+        engine.lr_scheduler.fails = dist.get_rank() == 1
+        with raises_on_rank_1(OSError, "no state"):
+            engine.load_checkpoint(tmp_path)
+        engine.lr_scheduler.fails = False
+        engine.load_checkpoint(tmp_path)
+
     def test_weights_alone_load_whether_or_not_there_is_a_scheduler(self):
         """``load_module_state_dict`` by itself knows nothing of schedulers, and leaves what it is given as it is."""
         scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4}}
