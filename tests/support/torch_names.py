@@ -22,6 +22,7 @@ PRIVATE = {
     "torch._C._current_graph_task_id": "tells whether a backward pass is running",
     "torch._C._will_engine_execute_node": "tells a call of torch.autograd.grad, which leaves nothing",
     "torch._dynamo.OptimizedModule": "what torch.compile makes of a module",
+    "torch._dynamo.compiled_autograd.compiled_autograd_enabled": "tells that torch reports no end of a pass",
     "torch._dynamo.utils": "counters that tell whether torch has compiled something",
     "torch.Tensor._backward_hooks": "the order of hooks on a parameter",
     "torch.Tensor._make_wrapper_subclass": "pieces of a tensor for torch.distributed.checkpoint",
