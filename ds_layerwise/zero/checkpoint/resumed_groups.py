@@ -143,7 +143,9 @@ def after_another(
         factor = 1.0
         if index < len(rates):
             group = optimizer.param_groups[index]
-            values, factor = _scheduled(scheduler, goes_on, rates[index], theirs, group, 0, 0)
+            values, factor = _scheduled(
+                scheduler, goes_on, rates[index], theirs, group, 0, built["lr"]
+            )
         before = optimizer.named({"lr": 0.0, **theirs}) if theirs else {}
         if scheduler or values:
             before.pop("lr", None)

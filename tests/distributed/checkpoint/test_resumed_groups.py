@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import enum
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
@@ -24,7 +26,10 @@ from torch.optim.lr_scheduler import (
 
 import ds_layerwise
 from ds_layerwise.checkpoint.plain_values import like, plain
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.zero.checkpoint import resumed_groups
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.checkpoints import ONE_FILE, assert_same_run, go_on_from, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -516,3 +521,12 @@ class TestWhatWins(DistributedTest):
         if dist.get_rank() == 0:
             said = capsys.readouterr().out
             assert "param_groups[0]: weight_decay was 0.1 and is 0.3; " in said and "param_groups[1]" not in said
+
+
+def test_a_schedule_without_a_mark_goes_on_in_proportion_to_a_saved_one():
+    """The saved group, of another package, has the rate from which its schedule starts; this run's has none."""
+    optimizer = LayerWiseOptimizer(nn.Linear(2, 2).parameters(), OptimizerConfig(lr=0.004))
+    header = SimpleNamespace(configured=[{"lr": 0.005, "initial_lr": 0.01}])
+    schedule = SimpleNamespace(get_last_lr=lambda: [0.005])
+    group, = resumed_groups.after_another(optimizer, header, schedule, True)
+    assert group.values["lr"] == pytest.approx(0.002) and group.factor == pytest.approx(0.4)
