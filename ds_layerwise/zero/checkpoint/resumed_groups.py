@@ -11,7 +11,7 @@ Note: the rates of a schedule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -135,10 +135,14 @@ def after_another(
         scheduler, goes_on: as in :func:`resumed`.
     """
     saved = header.configured or ()
-    rates = rates_of(scheduler, goes_on, saved)
+    is_known = len(saved) == len(optimizer.built_with)
+    rates = rates_of(scheduler, goes_on)
+    # A state may have no rates. Then the scheduler would tell those with which this run starts.
+    if is_known and not _is_deepspeeds(scheduler):
+        rates = [group["lr"] for group in saved]
     groups = []
     for index, built in enumerate(optimizer.built_with):
-        theirs = saved[index] if len(saved) == len(optimizer.built_with) else {}
+        theirs = saved[index] if is_known else {}
         values: dict[str, Any] = {}
         factor = 1.0
         if index < len(rates):
@@ -159,17 +163,13 @@ def after_another(
     return groups
 
 
-def rates_of(scheduler: Any, goes_on: bool | None, saved: Sequence[Mapping[str, Any]] = ()) -> Any:
+def rates_of(scheduler: Any, goes_on: bool | None) -> Any:
     """Return the rates at which a schedule continues, by group; none if it does not, or does not
     tell.
 
     Args:
         scheduler, goes_on: as in :func:`resumed`.
-        saved: the groups of the saved run, if the script may restore the scheduler.
     """
-    if goes_on is None:
-        # A scheduler of torch has left its mark.
-        return [group["lr"] for group in saved if "initial_lr" in group]
     if not goes_on:
         return ()
     if _is_deepspeeds(scheduler):
@@ -197,8 +197,10 @@ def _scheduled(
         scheduler, goes_on: as in :func:`resumed`.
         was, now: ``lr`` of the two groups before any scheduler, as far as it is known.
     """
-    # One of torch leaves the rate from which it starts in a group, a plateau none.
-    if not goes_on and (goes_on is False or "initial_lr" not in group):
+    # One of torch leaves the rate from which it starts in a group, a plateau none. If it is in one
+    # of the two runs alone, the script has nothing to restore.
+    is_restored = goes_on is None and "initial_lr" in group and "initial_lr" in saved
+    if not (goes_on or is_restored):
         return {}, 1.0
     was = saved.get("initial_lr", was)
     scales = was and not _is_deepspeeds(scheduler)

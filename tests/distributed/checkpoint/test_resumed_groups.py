@@ -389,6 +389,20 @@ class TestAnotherOptimizer(DistributedTest):
             trained(always, step)
             trained(resumed, step)
 
+    @pytest.mark.parametrize("changes", [{"on_hyper_change": "config"}, {"on_optimizer_change": "reset"}], ids=str)
+    def test_a_schedule_of_the_script_that_the_saved_run_did_not_have(self, changes, tmp_path):
+        """It begins with a warm-up, and not with the rate of the saved run."""
+        old = train_engine(start(Net(), ds_config()), 1)
+        old.save_checkpoint(tmp_path)
+        optimizer = {"matrix_optimizer": "muon" if "on_hyper_change" in changes else "soap", **RATES, "lr": 0.006}
+        engine = start(Net(), ds_config(layerwise=changes, optimizer={"type": "LayerWise", "params": optimizer}))
+        schedule = LambdaLR(engine.optimizer.optimizer, lambda step: (1 + step) / 4)
+        engine.load_checkpoint(tmp_path)
+        for step in range(1, 4):
+            assert engine.get_lr() == [pytest.approx(0.0015 * step)]
+            train_engine(engine, 1, first=step)
+            schedule.step()
+
 
 class TestWhatWins(DistributedTest):
     def resumed(self, folder, wins, **changes):

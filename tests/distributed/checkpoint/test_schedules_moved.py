@@ -8,7 +8,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import OneCycle
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 import ds_layerwise
 from tests.support.harness import DistributedTest
@@ -30,11 +30,22 @@ class OwnCycle(OneCycle):
     """A class of the script, with a state that is a number of steps, as DeepSpeed's."""
 
 
+class CountAlone(LRScheduler):
+    """A class of the script, with a state that has no rates."""
+
+    def get_lr(self):
+        return [base / (1 + self.last_epoch) for base in self.base_lrs]
+
+    def state_dict(self):
+        return {"last_epoch": self.last_epoch}
+
+
 ONE_CYCLE = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4}
 SCHEDULES = {
     "WarmupLR": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 9, "warmup_type": "linear"}},
     "OneCycle": {"type": "OneCycle", "params": ONE_CYCLE},
     "a class of its own": lambda optimizer: OwnCycle(optimizer, **ONE_CYCLE),
+    "count alone": CountAlone,
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 12),
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.01, total_steps=12),
     "CyclicLR": lambda optimizer: CyclicLR(optimizer, 0.001, 0.01, 3, base_momentum=0.5, max_momentum=0.9),
@@ -157,6 +168,16 @@ class TestFromStock(DistributedTest):
             train_with_loss(own, 2 + step, 3 + step)
             train_with_loss(fresh, 2 + step, 3 + step)
 
+    @pytest.mark.parametrize("before, now", [(1, 2), (2, 1)])
+    def test_a_schedule_of_the_script_over_other_groups_has_its_own_rates(self, before, now, tmp_path):
+        stock, own = started(STOCK, 1, "CosineAnnealingLR", groups=before), started(OWN, 1, groups=now)
+        train_with_loss(stock, 0, 2)
+        stock.save_checkpoint(tmp_path, tag="saved")
+        convert(tmp_path / "saved", tmp_path / "converted", inject=True)
+        LambdaLR(own.basic_optimizer, lambda step: (1 + step) / 4)
+        own.load_checkpoint(tmp_path, tag="converted")
+        assert own.get_lr() == [0.0025] * now
+
 
 class TestBackToStock(DistributedTest):
     world_size = 2
@@ -213,12 +234,13 @@ class TestRatesAlone(DistributedTest):
             assert self.rates(later) == [pytest.approx(step) for step in expected]
 
     @pytest.mark.world_size(2)
-    def test_another_lr_multiplies_a_schedule_of_torch(self, tmp_path):
-        engine = started(STOCK, 2, "CosineAnnealingLR")
+    @pytest.mark.parametrize("kind", ["CosineAnnealingLR", "count alone"])
+    def test_another_lr_multiplies_a_schedule_of_torch(self, kind, tmp_path):
+        engine = started(STOCK, 2, kind)
         train_with_loss(engine, 0, 3)
         engine.save_checkpoint(tmp_path, tag="saved")
         convert(tmp_path / "saved", tmp_path / "converted", inject=True)
         expected = self.rates(engine)
-        own = started({**OWN, "params": {**OWN["params"], "lr": 0.03}}, 2, "CosineAnnealingLR")
+        own = started({**OWN, "params": {**OWN["params"], "lr": 0.03}}, 2, kind)
         own.load_checkpoint(tmp_path, tag="converted")
         assert self.rates(own) == [pytest.approx([3 * rate for rate in step]) for step in expected]
