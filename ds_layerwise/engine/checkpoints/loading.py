@@ -483,7 +483,11 @@ def _load_module_state_dict(
                     # The last would become the weights, and the master of the other is trained.
                     for second, first in whole_states.tied(engine.module, module).items():
                         if second in module and not torch.allclose(
-                            module[first], module[second], rtol=0, atol=0, equal_nan=True
+                            module[first],
+                            module[second].to(module[first]),
+                            rtol=0,
+                            atol=0,
+                            equal_nan=True,
                         ):
                             raise LayerWiseError(
                                 f"{first} and {second} are one parameter here, but differ in the "

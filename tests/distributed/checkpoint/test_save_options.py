@@ -308,6 +308,22 @@ class TestLoading(DistributedTest):
         other.load_checkpoint(tmp_path)
         assert torch.equal(other.module.head.weight.isnan(), engine.module.embed.weight.isnan())
 
+    @pytest.mark.parametrize("differ", [False, True])
+    def test_what_is_one_parameter_here_was_of_two_dtypes(self, differ, tmp_path):
+        module = Net()
+        module.head.bfloat16()
+        with torch.no_grad():
+            module.embed.weight.copy_(module.head.weight)
+            module.embed.weight[0, 0] += differ
+        start(module, ds_config()).save_checkpoint(tmp_path)
+        other = start(Net(tied=True), ds_config(layerwise={"on_missing_state": "fresh"}))
+        if differ:
+            with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, but differ"):
+                other.load_checkpoint(tmp_path)
+        else:
+            other.load_checkpoint(tmp_path)
+            assert torch.equal(other.module.head.weight, module.embed.weight)
+
     @pytest.mark.parametrize("how", ["universal", "one file"])
     def test_two_values_for_what_is_one_parameter_here_where_the_engine_loads_nothing(self, how, tmp_path):
         engine = start(Net(), ds_config(layerwise={"save_universal": True}))
