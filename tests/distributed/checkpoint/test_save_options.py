@@ -309,7 +309,7 @@ class TestLoading(DistributedTest):
         assert torch.equal(other.module.head.weight.isnan(), engine.module.embed.weight.isnan())
 
     @pytest.mark.parametrize("differ", [False, True])
-    def test_one_parameter_here_was_saved_as_two_of_two_dtypes(self, differ, tmp_path):
+    def test_values_of_two_dtypes_for_what_is_one_parameter_here(self, differ, tmp_path):
         module = Net()
         module.head.bfloat16()
         with torch.no_grad():
