@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.support.checkpoints import on_rank_0
+from tests.support.documents import blocks
 from tests.support.harness import DistributedTest, made_once
 from tests.support.huggingface import LENGTH, VOCAB, WIDTH, Tokens, config, make_trainer, sharing_sequences, steps_of
 from tests.support.reference import trainable
@@ -72,7 +73,7 @@ def train(folder, stage, adapter, *, order=SEQUENCES, resume=None, **arguments):
     trainer = make_trainer(
         folder, ds_config, model=model, dataset=Masked(order), max_steps=STEPS, save_strategy="steps",
         save_steps=STEPS // 2, per_device_train_batch_size=BATCH, train_sampling_strategy="sequential",
-        ignore_data_skip=True, max_grad_norm=0.5, **arguments)
+        ignore_data_skip=True, **{"max_grad_norm": 0.5, **arguments})
     trainer.train(resume_from_checkpoint=resume)
     del alive
     return steps_of(trainer), {name: whole(p).clone() for name, p in trainable(model).items()}
@@ -123,3 +124,18 @@ class TestSequences(DistributedTest):
             check(at, order=order)
             saved = tmp_path / str(at) / f"checkpoint-{STEPS // 2}"
             check(at % 3 + 1, order=order[len(order) // 2:], resume=str(saved))
+
+    @needs("deepspeed>=0.19.8", "its loader of sequences gathers a tensor of no axes, which gloo refuses")
+    @pytest.mark.parametrize("adapter", [False])
+    def test_the_trainer_of_the_page_has_gradients_of_whole_sequences(self, adapter, twin, tmp_path):
+        """The factor of the twin is gone from norms, and from nothing else."""
+        steps, _ = torch.load(twin)
+        text, = (block.text for block in blocks("python") if "class WholeSequences" in block.text)
+        exec(text, names := {"Trainer": Trainer, "SP": SP})
+        at_a_time = dist.get_world_size() // SP
+        order = torch.tensor(SEQUENCES).view(-1, SP, at_a_time, BATCH).transpose(1, 2).flatten().tolist()
+        found, _ = train(
+            tmp_path, 3, adapter, order=order, kind=names["WholeSequences"], max_grad_norm=0.5 / SP,
+            gradient_accumulation_steps=2 // at_a_time, **sharing_sequences(SP))
+        assert found == [pytest.approx({**step, **{key: step[key] / SP for key in ("loss", "grad_norm")}}, rel=1e-5)
+                         for step in steps]
