@@ -228,7 +228,7 @@ def _refuse_text(parser: argparse.ArgumentParser, of_runs: argparse.Namespace) -
 
 def _refuse_configs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse a configuration of ours that ``ds-layerwise check`` refuses. Of others a run is the
-    only judge."""
+    only judge, but for a schedule that sets rates itself, where several are asked for."""
     from ds_layerwise.config.sections import is_for_us
     from ds_layerwise.errors import LayerWiseError
     from ds_layerwise.tools.dry_run import checked
@@ -237,6 +237,12 @@ def _refuse_configs(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         for config in args.configs:
             settings, _ = as_run(config, 1.0, args)
             if not is_for_us(settings):
+                params = settings.get("scheduler", {}).get("params", {})
+                if args.rates != [1.0] and (key := next(filter(_is_rate, params), None)):
+                    parser.error(
+                        f"{config}: scheduler.params.{key} takes the place of the rate that "
+                        "--rates multiplies; take a schedule of ratios, WarmupCosineLR"
+                    )
                 continue
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(settings))
@@ -244,6 +250,10 @@ def _refuse_configs(parser: argparse.ArgumentParser, args: argparse.Namespace) -
                 checked(path)
             except LayerWiseError as error:
                 parser.error(f"{config}: {error}")
+
+
+def _is_rate(key: str) -> bool:
+    return key.endswith("_lr")
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -591,8 +601,8 @@ def main() -> int:
         "train loss: nats a byte, of the last steps; validation: bits a byte",
         "tokens/s: of all ranks, without the first step",
         "GiB: the most that the fullest rank had in use, on a CPU its whole process",
-        "reaches: when a run first has the last training loss of the first one, and what part of "
-        "the first one's whole length that is; -: not at all",
+        "reaches: when a run first has the last training loss of the run in this table's first "
+        "row, and what part of that run's whole length that is; -: not at all",
     ]
     print("", *legend, *notes, f"results in {args.out}", sep="\n")
     return 1 if any(row["exit_code"] for row in rows) else 0

@@ -314,6 +314,7 @@ def test_comparing_goes_on_after_a_run_that_fails_and_leaves_one_that_diverged_b
     (("no.json",), "no.json: no such configuration"),
     (("{old}/text.json",), "text.json: not JSON"),
     (("{old}/rates.json", "--rates", "2"), "rates.json: no learning rate that --rates could multiply: give muon_lr"),
+    (("{old}/warmup.json", "--rates", "0.5"), "scheduler.params.warmup_max_lr takes the place of the rate"),
     (("--size", "3m"), "invalid choice: '3m'"),
     (("--sed", "3"), "train_gpt.py: error: unrecognized arguments: --sed 3"),
     (("--width", "wide"), "train_gpt.py: error: argument --width: invalid int value: 'wide'"),
@@ -326,6 +327,9 @@ def test_comparing_refuses_before_anything_runs(compare, monkeypatch, tmp_path, 
     for name in ("text.json", "short"):
         (tmp_path / name).write_text("text")
     (tmp_path / "rates.json").write_text('{"optimizer": {"type": "LayerWiseMuon"}}')
+    (tmp_path / "warmup.json").write_text(json.dumps({
+        "optimizer": {"type": "AdamW", "params": {"lr": 1}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_max_lr": 1}}}))
     (tmp_path / "wrong.json").write_text('{"optimizer": {"type": "LayerWiseMuon", "params": {"muon_rl": 1}}}')
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit):
@@ -407,6 +411,7 @@ def test_minutes_of_the_page_are_its_arithmetic(compare):
     for said in (f"| {minutes(runs, args.steps, start=0)} to {minutes(runs, args.steps)} minutes |",
                  "Nine runs of 300 steps train for 5 minutes, and each takes up to a minute to start",
                  f"With half that speed the third command ends within {minutes(runs, args.steps, 2)} minutes",
+                 f"On A100s (312 TFLOP/s) it ends within {minutes(runs, args.steps, 990 / 312)} minutes",
                  f"have {longer:,} steps, and the third command ends within {minutes(runs, longer)} minutes",
                  f"with two more seeds, within {minutes(runs + 2 * names, longer)} minutes",
                  f"one run of each, within {minutes(names, longer)} minutes",

@@ -735,7 +735,7 @@ class Checkpointing:
             )
             lines.append(
                 f"{len(everywhere)} of {len(run.planned.specs)} parameters have other optimizer "
-                f"states than in {load.folder}: {counts}; any other goes on with its own"
+                f"states than in {load.folder}: {counts}; the other parameters go on with theirs"
             )
         if load.states:
             lines += converted(load.header, self._kept, everywhere)

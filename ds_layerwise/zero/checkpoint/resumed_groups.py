@@ -157,7 +157,7 @@ def after_another(
         line += "this run's values are used, because the saved run was not one of ds_layerwise"
         if values:
             line += (
-                f"; lr is {values['lr']:g}, other rates in proportion, where the schedule goes on"
+                f"; a schedule that goes on has lr {values['lr']:g}, and other rates in proportion"
             )
         groups.append(ResumedGroup(values, built, line, factor))
     return groups

@@ -96,7 +96,7 @@ class TestStockIntoOurs(DistributedTest):
             assert len(report) == 2 and counts in report[1]
             assert "weight_decay was" in report[0] and "lr was 0.01 and is 0.003" in report[0]
             assert report[0].endswith("this run's values are used, because the saved run was not one of ds_layerwise")
-            assert report[1].endswith(f": {len(MATRICES)} x {why}; any other goes on with its own")
+            assert report[1].endswith(f": {len(MATRICES)} x {why}; the other parameters go on with theirs")
         else:
             assert not report
 
@@ -133,7 +133,7 @@ class TestStockIntoOurs(DistributedTest):
             own.load_checkpoint(tmp_path, tag="converted")
         assert own.get_lr() == pytest.approx(lr) and 0 < lr[0] < 0.01
         if dist.get_rank() == 0:
-            assert f"; lr is {lr[0]:g}, other rates in proportion, where" in printed.getvalue()
+            assert f"; a schedule that goes on has lr {lr[0]:g}, and other rates in proportion" in printed.getvalue()
         torch.testing.assert_close(train_with_loss(own, 3, 6), expected, rtol=1e-5, atol=0)
 
     @pytest.mark.world_size([1, 3])

@@ -124,7 +124,7 @@ class TestFromStock(DistributedTest):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             own.load_checkpoint(tmp_path, tag="converted")
         if dist.get_rank() == 0:
-            assert f"lr is {stock.get_lr()[0]:g}, other rates in proportion, where" in printed.getvalue()
+            assert f"; a schedule that goes on has lr {stock.get_lr()[0]:g}, and other rates in" in printed.getvalue()
         restored.load_state_dict(schedule.state_dict())
         assert_as(steps(own, 2, 5, restored), steps(stock, 2, 5, schedule))
 
@@ -136,7 +136,7 @@ class TestFromStock(DistributedTest):
         convert(tmp_path / "saved", tmp_path / "converted", inject=True)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             own.load_checkpoint(tmp_path, tag="converted")
-        assert own.get_lr() == [0.01] and "where the schedule goes on" not in printed.getvalue()
+        assert own.get_lr() == [0.01] and "a schedule that goes on" not in printed.getvalue()
 
     def test_a_rate_that_the_script_has_set_is_named(self, tmp_path):
         stock = started(STOCK, 1)
@@ -181,7 +181,7 @@ class TestFromStock(DistributedTest):
     @pytest.mark.parametrize("before, now", [(1, 2), (2, 1)])
     def test_a_schedule_without_rates_in_its_state_counts_on_over_other_groups(self, before, now, tmp_path):
         """No group of the saved run is one of these, so its rate is nobody's until the schedule has the next one."""
-        stock, own = (started(optimizer, 1, "count alone", groups) for optimizer, groups in ((STOCK, before), (OWN, now)))
+        stock, own = started(STOCK, 1, "count alone", before), started(OWN, 1, "count alone", now)
         train_with_loss(stock, 0, 3)
         stock.save_checkpoint(tmp_path, tag="saved")
         convert(tmp_path / "saved", tmp_path / "converted", inject=True)
