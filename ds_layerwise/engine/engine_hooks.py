@@ -196,7 +196,7 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
         _check_model(engine)
         sequence.check(engine)
         if is_stage:
-            pipeline.check(engine, model, _run(engine).layerwise)
+            pipeline.check(engine, model, _run(engine))
     if dist.is_initialized():
         if is_stage:
             pipeline.check_experts(engine.has_moe_layers)
@@ -217,8 +217,7 @@ def _check_model(engine: DeepSpeedEngine) -> None:
     """Raise an error for problems of the model that one rank can see.
 
     Raises:
-        ConfigError: the model has experts, and its checkpoints are on several disks, or AutoEP is
-            not alone.
+        ConfigError: the model has experts, and its checkpoints are on several disks.
     """
     if engine.has_moe_layers and engine.use_node_local_storage():
         raise ConfigError(
@@ -226,13 +225,7 @@ def _check_model(engine: DeepSpeedEngine) -> None:
             "layers, or expert_parallel): a rank reads files of experts that ranks of other nodes "
             "have saved; remove it"
         )
-    is_auto = at(engine._config._param_dict, "expert_parallel.enabled")
-    if is_auto and pipeline.is_pipeline(engine.module):
-        raise ConfigError(
-            "expert_parallel.enabled is true, together with a pipeline, which this optimizer "
-            "supports with deepspeed.moe layers alone; use only one of the two"
-        )
-    if is_auto and engine.global_rank == 0:
+    if at(engine._config._param_dict, "expert_parallel.enabled") and engine.global_rank == 0:
         announce(
             "expert_parallel: what save_pretrained() and a Trainer's save_model() write has the "
             "experts of one rank alone; `ds-layerwise consolidate` makes the model of a checkpoint"

@@ -19,8 +19,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import nn
 
+from ds_layerwise.config.ds_config import at
 from ds_layerwise.config.overrides import Override
-from ds_layerwise.config.sections import LayerWiseConfig
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.output_heads import (
@@ -39,27 +40,25 @@ def is_pipeline(model: nn.Module) -> bool:
     return isinstance(model, PipelineModule)
 
 
-def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
+def check(engine: Any, model: nn.Module, run: RunConfig) -> None:
     """Refuse settings that are not supported with pipelines.
 
     Raises:
         ConfigError: names the setting and the way out.
     """
-    grid = engine.mpu
-    stage = engine.zero_optimization_stage()
     if type(engine) is not PipelineEngine:
         raise ConfigError(
             f"{type(model).__name__} is not supported by this optimizer, which supports "
             "only pipelines of DeepSpeed's PipelineModule and PipelineEngine"
         )
-    refuse_settings(stage, layerwise)
+    refuse_settings(engine._config._param_dict, run)
     if engine.use_node_local_storage():
         raise ConfigError(
             "checkpoint.use_node_local_storage is not supported with a PipelineModule: a stage "
             "reads tied weights from the files of other stages; remove it"
         )
     if not any(p.requires_grad and p.numel() for p in model.parameters()):
-        raise nothing_to_train(grid.get_stage_id())
+        raise nothing_to_train(engine.mpu.get_stage_id())
 
 
 def nothing_to_train(index: int) -> ConfigError:
@@ -70,18 +69,23 @@ def nothing_to_train(index: int) -> ConfigError:
     )
 
 
-def refuse_settings(stage: int, layerwise: LayerWiseConfig) -> None:
-    """Refuse a ZeRO ``stage`` and other settings that no pipeline supports.
+def refuse_settings(ds_config: Mapping[str, Any], run: RunConfig) -> None:
+    """Refuse a ZeRO stage and other settings that no pipeline supports.
 
     Raises:
         ConfigError: names the setting and the way out.
     """
-    if stage != 1:
+    if at(ds_config, "expert_parallel.enabled"):
         raise ConfigError(
-            f"zero_optimization.stage must be 1 with a PipelineModule, got {stage}: gradients of "
-            "all micro-batches are reduced at once"
+            "expert_parallel.enabled is true, together with a pipeline, which this optimizer "
+            "supports with deepspeed.moe layers alone; use only one of the two"
         )
-    if layerwise.rename:
+    if run.stage != 1:
+        raise ConfigError(
+            f"zero_optimization.stage must be 1 with a PipelineModule, got {run.stage}: gradients "
+            "of all micro-batches are reduced at once"
+        )
+    if run.layerwise.rename:
         raise ConfigError(
             "layerwise.rename is not supported with a PipelineModule, whose files are named by the "
             "number of the layer; remove it"

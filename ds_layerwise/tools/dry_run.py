@@ -241,7 +241,7 @@ class DryRun:
                 "their gradients in half precision; plan without it"
             )
         if axes.pp > 1:
-            pipeline.refuse_settings(run.stage, run.layerwise)
+            pipeline.refuse_settings(given, run)
         if run.stage == 3:
             refuse_unfetchable(model)
         try:

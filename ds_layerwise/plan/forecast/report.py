@@ -90,7 +90,7 @@ def summary(routes: Routes, specs: Sequence[ParamSpec], chosen: OptimizerConfig)
             f"{_called(recipe, chosen)} trains {count_text(sum(numels))} in {len(numels)} tensors"
         )
     total = sum(spec.numel for spec in specs)
-    return f"{count_text(total)} elements on a rank: {', '.join(trained)}"
+    return f"{count_text(total)} elements in each rank's model: {', '.join(trained)}"
 
 
 def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str, str]]:

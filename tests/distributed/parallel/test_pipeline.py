@@ -14,7 +14,7 @@ from torch import nn
 
 import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, RoutingError
-from tests.support import internals
+from tests.support import auto_ep, internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0
 from tests.support.cli import assert_refused, run
 from tests.support.harness import DistributedTest, made_once
@@ -392,6 +392,12 @@ class TestRefused(DistributedTest):
             from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
             with pytest.raises(ConfigError, match="DualPipeVModule is not supported by this optimizer"):
                 start(DualPipeVModule(layers(False), num_stages=2, loss_fn=token_loss), config())
+
+    @pytest.mark.world_size(4)
+    def test_experts_that_auto_ep_spreads(self):
+        with pytest.raises(ConfigError, match="expert_parallel.enabled is true, together with a pipeline"):
+            start(PipelineModule([LayerSpec(auto_ep.Routed)] * 2, num_stages=2, loss_fn=token_loss),
+                  config(expert_parallel=auto_ep.section(2, moe_layer_pattern=r"\d+")))
 
 
 def with_frozen(stages, **options):

@@ -77,6 +77,7 @@ def test_sizes_are_those_of_the_config_and_of_options_and_must_not_differ():
     ({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}, (), "autotp_size is 2, together with a"),
     (AUTO_EP, ("--tp", "2"), "a plan does not know experts that are whole beside tensor parallelism"),
     (config(2), ("--pp", "2"), "zero_optimization.stage must be 1 with a PipelineModule, got 2"),
+    (AUTO_EP, ("--pp", "2"), "expert_parallel.enabled is true, together with a pipeline"),
     (config(3), ("--tp", "2", "--ep", "2"), "zero_optimization.stage is 3, and experts of deepspeed.moe, experts"),
 ])
 def test_sizes_and_settings_that_do_not_go_together_are_refused(given, options, message, command):
