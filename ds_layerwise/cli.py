@@ -360,7 +360,7 @@ def _print_numbers(options: argparse.Namespace, plan: Any) -> int:
         told = [*plan.assumed, *(stages_told(stages) if len(stages) > 1 else ())]
         if options.tokens:
             activations = size_text(plan.activations(options.tokens))
-            told.append(f"activations, counted nowhere below: {activations}")
+            told.append(f"needed and fits, below, leave out {activations} of activations")
         say_last(f"{rendered(told)}\n{table}".lstrip())
     return 0
 

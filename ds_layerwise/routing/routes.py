@@ -334,9 +334,10 @@ def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], wh
     has_other_size = recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw
     if has_other_size and not {"lr", "lr_scale"} & changes.keys():
         raise RoutingError(
-            f"layerwise.overrides sets {what}, which needs a learning rate of another size than "
-            f"the run's {of_the_run.rule}: {'AdamW' if recipe.takes_rate_of_adamw else 'Muon'}'s; "
-            "give the entry lr_scale, too, which multiplies the rate that it has, or lr"
+            f"layerwise.overrides sets {what}: {recipe.rule} needs a learning rate of another size "
+            f"than the run's {of_the_run.rule}, that of "
+            f"{'AdamW' if recipe.takes_rate_of_adamw else 'Muon'}; give the entry lr_scale, too, "
+            "which multiplies the rate that it has, or lr"
         )
 
 

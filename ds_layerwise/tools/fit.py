@@ -231,7 +231,7 @@ def answer(
         else:
             verdict = f"does not fit, {size_text(needed - memory_bytes)} too much"
         line = f"{devices[index]} ranks: {verdict} at stage {costs.stage}"
-        line += f", {size_text(costs.sent_in_step)} sent in a step"
+        line += f", {size_text(costs.sent_in_step)} sent in a step of one micro-batch"
         if gb_s is not None:
             line += f" ({time_text(costs.sent_in_step / gb_s)})"
         if found:

@@ -106,7 +106,7 @@ def test_configs_are_planned(block, tmp_path):
     def plan():
         return DryRun.of(Model(), tmp_path / "ds.json", [2, 4] if "tensor_parallel" in config else [1, 2])
 
-    for section, message in (("expert_parallel", "AutoEP finds no layers of experts in the model"),
+    for section, message in (("expert_parallel", "AutoEP finds no layers of experts|no MoE layers detected"),
                              ("tensor_parallel", "2 tensor-parallel parts as its class in transformers says")):
         if section in config:
             # All that comes before is in order.
@@ -404,6 +404,19 @@ def test_the_balance_of_a_model_with_experts_is_as_the_page_says(capsys):
         needed = held + plan["working_bytes"]["total"]
         assert row == [str(plan["ranks"]), f"{plan['newton_schulz_max_over_mean']:.3f}", f"{held / 2**30:.1f}",
                        f"{needed / 2**30:.1f}"]
+
+
+def test_memory_left_by_stage_with_and_without_auto_ep_is_as_the_page_says(tmp_path, capsys):
+    table, = [rows for header, *rows in tables_of(DOCS / "mixture_of_experts.md") if header[0] == "stage"]
+    config = json.loads((ROOT / "ds_configs" / "large.json").read_text())
+    for stage, *cells in table:
+        config["zero_optimization"]["stage"] = int(stage)
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        for ep, cell in zip(("1", "8"), cells, strict=True):
+            cli.main(["plan", "--model", "qwen3-30b-a3b", "--config", str(tmp_path / "ds.json"),
+                      "--ranks", "64", "--ep", ep, "--memory", "79.6"])
+            answer = " ".join(capsys.readouterr().out.split())
+            assert f"64 ranks: {cell}" in answer or f"64 ranks: fits, {cell} of 79.6 GiB left" in answer
 
 
 RESULTS = ROOT / "examples" / "benchmarks" / "results"

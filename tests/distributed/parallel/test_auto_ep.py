@@ -1,6 +1,7 @@
 """AutoEP: DeepSpeed's ``expert_parallel`` section, whose stacks of experts differ between ranks, against one process
 that has all of them."""
 
+import json
 import os
 from contextlib import nullcontext
 from itertools import product
@@ -17,9 +18,10 @@ from ds_layerwise import cli
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from tests.distributed.parallel.test_experts import train_experts
 from tests.support import internals
-from tests.support.auto_ep import NUM_EXPERTS, WIDTH, Routed, own_part, section, whole_shape
+from tests.support.auto_ep import HIDDEN, NUM_EXPERTS, TOP, WIDTH, Routed, own_part, section, whole_shape
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.cli import check_from_outside
+from tests.support.documents import blocks
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -270,6 +272,50 @@ class TestTraining(DistributedTest):
             ds_layerwise.initialize(model=StackNet(), model_parameters=[], config=ds_config(expert_parallel=section(2)))
         with pytest.raises(ConfigError, match=r"no MoE layers detected for moe_layer_pattern='none'"):
             start(StackNet(), ds_config(expert_parallel=section(2, moe_layer_pattern="none")))
+
+
+class Listed(nn.Module):
+    """Experts as the page wants those of one's own model: modules in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        shapes = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()})
+            for _ in range(NUM_EXPERTS))
+
+    def forward(self, x):
+        best, chosen = self.gate(x).softmax(-1).topk(TOP, -1)
+        best = best / best.sum(-1, keepdim=True)
+        out = 0
+        for number, expert in enumerate(self.experts):
+            hidden = nn.functional.silu(expert["gate_proj"](x)) * expert["up_proj"](x)
+            out = out + expert["down_proj"](hidden) * (best * (chosen == number)).sum(-1, keepdim=True)
+        return out
+
+
+class TestOwnModel(DistributedTest):
+    world_size = 2
+
+    def test_the_section_of_the_page(self):
+        """The first loss is that of the model as it is: so each name of the section has found its part."""
+        block, = (block for block in blocks("json") if "moe_layer_pattern" in block.text)
+        given = json.loads(block.text)["expert_parallel"]
+        torch.manual_seed(0)
+        module = StackNet()
+        for layer in module.layers:
+            layer.mlp = Listed()
+        ids = torch.arange(12).view(2, 6)
+        expected = module(ids).item()
+        engine = start(module, ds_config(expert_parallel={**given, "use_grouped_mm": False}))
+        loss = engine(ids)
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
+        engine.backward(loss)
+        engine.step()
+        rules = {name: route.recipe.rule for name, route in engine.optimizer.routes.items() if ".mlp." in name}
+        assert rules == {f"layers.{layer}.mlp.{name}": "muon" for layer in (0, 1)
+                         for name in ("router.gate.weight", "experts.w1", "experts.w2", "experts.w3")}
 
 
 def with_weights_of(whole, config=None, make=StackNet):
