@@ -71,8 +71,9 @@ class Progress:
         number = torch._C._current_graph_task_id()
         if number != -1 and number not in self.unended:
             self.unended.add(number)
-            ended = partial(self.unended.discard, number)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
+            torch.autograd.Variable._execution_engine.queue_callback(
+                partial(self.unended.discard, number)
+            )
 
     def gradient_came(self, name: str, *, inside: bool) -> None:
         """Record the gradient of parameter ``name``, and warn if a script makes passes but no step.
