@@ -106,9 +106,7 @@ def resumed(
             check_kind(group, saved, name)
             unused = set(HYPER_KEYS) - built.keys()
             if goes_on is False:
-                unused |= {"lr", *OF_SCHEDULERS}
-                if getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
-                    unused.add("betas")
+                unused |= {"lr", *OF_SCHEDULERS, _cycled(scheduler, group, saved)}
             values = {key: saved[key] for key in saved.keys() - stays - unused}
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
@@ -207,10 +205,18 @@ def _scheduled(
     factor = float(group.get("initial_lr", now)) / was if scales else 1.0
     values = {"lr": lr * factor}
     # DeepSpeed's has no key of its own in a group. Its second of betas stays what it is at start.
-    cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
-    if cycles and "betas" in saved and "betas" in group:
-        values["betas"] = (saved["betas"][0], *group["betas"][1:])
+    key = _cycled(scheduler, group, saved)
+    if key in saved and key in group:
+        value = saved[key]
+        values[key] = value if key == "momentum" else (value[0], *group[key][1:])
     return values, factor
+
+
+def _cycled(scheduler: Any, group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """Return the key of the momentum that a scheduler cycles; empty if it cycles none."""
+    if not getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
+        return ""
+    return "betas" if "betas" in group else "momentum"
 
 
 def _is_deepspeeds(scheduler: Any) -> bool:
