@@ -109,12 +109,11 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     """
 
     def enter_backward(self) -> None:
-        """Enter a backward pass, and note whether it accumulates gradients.
-
-        In compiled autograd there is no node, nor an end of the pass: nothing is entered.
-        """
-        current = torch._C._current_autograd_node()
-        if current is None:
+        """Enter a backward pass, and note whether it accumulates gradients."""
+        # torch's types say that there always is a node. In compiled autograd there is none, nor an
+        # end of the pass.
+        current: Any = torch._C._current_autograd_node()
+        if not current:
             return
         super().enter_backward()
         # Autograd's name for it: activation checkpoints are valid only in a pass that goes to all

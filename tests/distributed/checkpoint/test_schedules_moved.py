@@ -181,7 +181,7 @@ class TestFromStock(DistributedTest):
     @pytest.mark.parametrize("before, now", [(1, 2), (2, 1)])
     def test_a_schedule_without_rates_in_its_state_counts_on_over_other_groups(self, before, now, tmp_path):
         """No group of the saved run is one of these, so its rate is nobody's until the schedule has the next one."""
-        stock, own = (started(optimizer, 1, "count alone", groups) for optimizer, groups in ((STOCK, before), (OWN, now)))
+        stock, own = started(STOCK, 1, "count alone", before), started(OWN, 1, "count alone", now)
         train_with_loss(stock, 0, 3)
         stock.save_checkpoint(tmp_path, tag="saved")
         convert(tmp_path / "saved", tmp_path / "converted", inject=True)
