@@ -457,7 +457,7 @@ def _refuse_by_stage(ds_config: Mapping[str, Any]) -> None:
     stage = at(ds_config, "zero_optimization.stage")
     for path, neutral in _NOT_AT_STAGE_3.items():
         value = at(ds_config, path)
-        if stage == 3 and value not in (None, neutral, False, 0):
+        if stage == 3 and value not in (None, neutral, 0):
             raise ConfigError(
                 f"{path} is {value!r}, which is not supported at ZeRO stage 3 yet; remove "
                 "it, or set zero_optimization.stage to 2"

@@ -110,13 +110,20 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     def enter_backward(self) -> None:
         """Enter a backward pass, and note whether it accumulates gradients."""
+        # torch's types say that there always is a node. In compiled autograd there is none, nor an
+        # end of the pass.
+        current: Any = torch._C._current_autograd_node()
+        if not current:
+            return
         super().enter_backward()
         # Autograd's name for it: activation checkpoints are valid only in a pass that goes to all
         # leaves. It does not say so yet in the hook of a tensor for which it is asked.
-        following = torch._C._current_autograd_node().next_functions
         self.only_asked = not (
             torch.autograd.Variable._execution_engine.is_checkpoint_valid()
-            and any(node and torch._C._will_engine_execute_node(node) for node, _ in following)
+            and any(
+                node and torch._C._will_engine_execute_node(node)
+                for node, _ in current.next_functions
+            )
         )
 
     def clear_backward_seen_flag(self) -> None:

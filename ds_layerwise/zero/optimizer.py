@@ -140,7 +140,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
                 # at the last one.
                 last = getattr(param, "ds_grad_is_ready", True)
                 self._run.grad_sync.accumulate(name, launch=last and self._may_launch())
-                self.progress.gradient_came(name, inside=self._backward_active_depth > 0)
+                self.progress.gradient_came(name, inside=self._backward_active_depth)
             # Autograd reports the end of the pass, so no hooks need to be counted beforehand.
             # Counting costs an operation per parameter.
             self.update_hook_state_and_maybe_run_epilogue(self._hooks_fired_this_backward + 1)
@@ -155,8 +155,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         """
         engine = self._engine()
         return bool(
-            self._backward_active_depth > 0
-            and engine is not None
+            self._backward_active_depth
+            and engine
             and engine.zero_overlap_comm()
             and engine.enable_backward_allreduce
             and not engine.inside_no_sync_ctxt
@@ -227,7 +227,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         may make, or the pass of another engine through this model while it is frozen.
         """
         engine = self._engine()
-        if engine is not None and engine._running_engine_backward:
+        if engine and engine._running_engine_backward:
             return False
         return self.only_asked or not any(param.requires_grad for param in self._params.values())
 

@@ -71,8 +71,9 @@ class Progress:
         number = torch._C._current_graph_task_id()
         if number != -1 and number not in self.unended:
             self.unended.add(number)
-            ended = partial(self.unended.discard, number)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
+            torch.autograd.Variable._execution_engine.queue_callback(
+                partial(self.unended.discard, number)
+            )
 
     def gradient_came(self, name: str, *, inside: bool) -> None:
         """Record the gradient of parameter ``name``, and warn if a script makes passes but no step.
@@ -88,7 +89,7 @@ class Progress:
         if name != self._first_name or self.state.updates:
             return
         self._passes_at_start += 1
-        if engine is None or not engine.managed_gradient_accumulation() or engine.micro_steps:
+        if not engine or not engine.managed_gradient_accumulation() or engine.micro_steps:
             return
         if self._passes_at_start == _PASSES_IN_VAIN * engine.gradient_accumulation_steps():
             comm.warn_once(
@@ -136,8 +137,9 @@ class Progress:
         if stage == 1:
             return int(self._last_reduced != micro_steps)
         first = self._first_of_step()
-        done = self._reductions if self._step == first else 0
-        return max(0, micro_steps - first + 1 - done)
+        if self._step == first:
+            first += self._reductions
+        return max(0, micro_steps - first + 1)
 
     def is_within_step(self) -> bool:
         """Tell whether the current step has begun and its update is not made.
@@ -152,15 +154,19 @@ class Progress:
                 "step(); after an error, load a checkpoint"
             )
         engine = self._engine()
-        if self.passes or self.unended or self.outside or engine._running_engine_backward:
-            return True
-        # If the script itself marks the end of a step, the engine's count does not matter.
-        counts = (
-            engine.managed_gradient_accumulation()
-            and engine._is_gradient_accumulation_boundary is None
+        return bool(
+            self.passes
+            or self.unended
+            or self.outside
+            or engine._running_engine_backward
+            or self.state.gradients is not Gradients.NONE
+            # If the script itself marks the end of a step, the engine's count does not matter.
+            or (
+                engine.managed_gradient_accumulation()
+                and engine._is_gradient_accumulation_boundary is None
+                and engine.micro_steps % engine.gradient_accumulation_steps()
+            )
         )
-        some_counted = engine.micro_steps % engine.gradient_accumulation_steps()
-        return bool(counts and some_counted) or self.state.gradients is not Gradients.NONE
 
     def rewind(self) -> None:
         """Restart the current step at its first micro-batch. Its gradients must be dropped
@@ -234,7 +240,7 @@ def survivable(engine: Any) -> Iterator[None]:
         yield
         done = True
     finally:
-        if not done and engine is not None:
+        if not done and engine:
             engine._running_engine_step = False
             for name in engine.engine_timers.step_timers:
                 engine.timers(name).reset()

@@ -108,14 +108,19 @@ def resumed(
             if goes_on is False:
                 unused |= {"lr", *OF_SCHEDULERS}
                 if getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
-                    unused.add("betas")
+                    unused.add(("momentum", "betas")["betas" in group])
             values = {key: saved[key] for key in saved.keys() - stays - unused}
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
             continue
-        rate = rates[index] if is_count else lr
         values, factor = _scheduled(
-            scheduler, goes_on, rate, saved, group, before["lr"], built["lr"]
+            scheduler,
+            goes_on,
+            rates[index] if is_count else lr,
+            saved,
+            group,
+            before["lr"],
+            built["lr"],
         )
         line = f"{name}: {changes}this run's values are used, because {why}"
         groups.append(ResumedGroup(values, built, line, factor))
@@ -203,13 +208,16 @@ def _scheduled(
     if not (goes_on or is_restored):
         return {}, 1.0
     was = saved.get("initial_lr", was)
-    scales = was and not _is_deepspeeds(scheduler)
-    factor = float(group.get("initial_lr", now)) / was if scales else 1.0
+    factor = (
+        float(group.get("initial_lr", now)) / was if was and not _is_deepspeeds(scheduler) else 1.0
+    )
     values = {"lr": lr * factor}
     # DeepSpeed's has no key of its own in a group. Its second of betas stays what it is at start.
     cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
     if cycles and "betas" in saved and "betas" in group:
         values["betas"] = (saved["betas"][0], *group["betas"][1:])
+    elif cycles and "momentum" in saved and "momentum" in group:
+        values["momentum"] = saved["momentum"]
     return values, factor
 
 
@@ -243,9 +251,11 @@ def take_over(
     """
     lines = []
     for index, (values, given, line, factor) in enumerate(groups):
-        # A rate in an override becomes a ratio to this lr, which must not be 0.
-        lr = given["lr"] or optimizer.built_with[index]["lr"]
-        optimizer.configured[index] = {**given, "lr": lr}
+        optimizer.configured[index] = {
+            **given,
+            # A rate in an override becomes a ratio to this lr, which must not be 0.
+            "lr": given["lr"] or optimizer.built_with[index]["lr"],
+        }
         group = optimizer.param_groups[index]
         for key, value in values.items():
             set_value(group, key, value)

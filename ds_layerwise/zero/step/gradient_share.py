@@ -41,7 +41,7 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHa
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def divided(gradient: Tensor) -> Tensor | None:
         engine = engine_of()
-        steps = 1 if engine is None else engine.gradient_accumulation_steps()
+        steps = engine.gradient_accumulation_steps() if engine else 1
         # The result that DeepSpeed gives for 1 tells whether the loss of this pass is divided
         # already.
         if steps == 1 or rule(engine, 1.0) == 1 or _is_asked_for():

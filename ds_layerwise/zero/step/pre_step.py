@@ -135,5 +135,5 @@ class BeforeUpdate:
             with progress.reduction():
                 self._run.grad_sync.reduce()
         if broken or (missed and progress.outside):
-            return half_a_pass(outside=not broken)
+            return half_a_pass(outside=progress.outside)
         return None

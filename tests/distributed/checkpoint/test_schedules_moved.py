@@ -256,3 +256,36 @@ class TestRatesAlone(DistributedTest):
         own = started({**OWN, "params": {**OWN["params"], "lr": 0.03}}, 2, kind)
         own.load_checkpoint(tmp_path, tag="converted")
         assert self.rates(own) == [pytest.approx([3 * rate for rate in step]) for step in expected]
+
+
+class TestClients(DistributedTest):
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("goes_on", [True, False])
+    @pytest.mark.parametrize("kind, stage", [("OneCycleLR", 1), ("CyclicLR", 3)])
+    def test_the_momentum_of_sgd_is_that_of_the_schedule(self, kind, stage, goes_on, tmp_path):
+        """With this run's values the schedule goes on; one that starts afresh begins with its own momentum."""
+        policy = "config" if goes_on else "checkpoint"
+
+        def started(lr):
+            module = WithLoss()
+            config = ds_config(stage=stage, layerwise={"on_hyper_change": policy})
+            del config["optimizer"]
+            sgd = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+            return ds_layerwise.initialize(model=module, optimizer=sgd, config=config, lr_scheduler=SCHEDULES[kind])[0]
+
+        def of_steps(engine, first):
+            found = []
+            for step in range(first, first + 3):
+                found.append([pytest.approx(float(group["momentum"])) for group in engine.optimizer.param_groups])
+                train_with_loss(engine, step, step + 1)
+            return found
+
+        engine = started(0.01)
+        at_start = of_steps(engine, 0)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        going_on = of_steps(engine, 3)
+        assert at_start[0] != going_on[0]
+        later = started(0.02 if goes_on else 0.01)
+        later.load_checkpoint(tmp_path, tag="saved", load_lr_scheduler_states=goes_on)
+        expected = going_on if goes_on else at_start
+        assert of_steps(later, 3) == [[value.expected for value in step] for step in expected]

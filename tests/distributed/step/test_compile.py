@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, StepError
 from tests.support import internals
 from tests.support.checkpoints import loaded
 from tests.support.harness import DistributedTest
@@ -136,6 +136,18 @@ class TestCompiled(DistributedTest):
             with torch._dynamo.config.patch(compiled_autograd=True):
                 assert torch.equal(torch.compile(train, backend=counter)(engine, steps=2), expected)
         assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] >= 1
+
+    @pytest.mark.parametrize("traced", [True, False])
+    @pytest.mark.world_size(1)
+    def test_compiled_autograd_around_the_loop(self, traced):
+        config, counter = ds_config(bucket_numel=1, clip=1.0), new_counter()
+        expected, engine = train(start(Layers(), config)), start(Layers(), config)
+        compiler = torch.compile(backend=counter) if traced else lambda graph: graph
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            with pytest.raises(StepError, match="did not go through the engine; .* then engine.backward"):
+                train(engine, direct=True)
+            engine.zero_grad()
+            assert torch.equal(train(engine), expected)
 
     def test_a_checkpoint_of_a_module_that_the_user_compiled(self, class_tmpdir):
         """The names have the prefix, as in stock DeepSpeed; ``layerwise.rename`` takes it off."""
