@@ -108,7 +108,7 @@ def resumed(
             if goes_on is False:
                 unused |= {"lr", *OF_SCHEDULERS}
                 if getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
-                    unused.add(("momentum", "betas")["betas" in group])
+                    unused.add("betas" if "betas" in group else "momentum")
             values = {key: saved[key] for key in saved.keys() - stays - unused}
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
@@ -216,7 +216,7 @@ def _scheduled(
     cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
     if cycles and "betas" in saved and "betas" in group:
         values["betas"] = (saved["betas"][0], *group["betas"][1:])
-    elif cycles and "momentum" in saved and "momentum" in group:
+    elif cycles and "momentum" in saved and "betas" not in group:
         values["momentum"] = saved["momentum"]
     return values, factor
 
