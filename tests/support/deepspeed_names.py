@@ -255,7 +255,7 @@ READ = (
         gradient_accumulation_steps gradient_clipping is_gradient_accumulation_boundary load_universal_checkpoint
         loss_scale tensor_parallel_config torch_autocast_dtype use_node_local_storage
         wall_clock_breakdown zero_ignore_unused_parameters zero_load_from_fp32_weights
-        zero_optimization_partition_gradients zero_optimization_partition_weights zero_optimization_stage
+        zero_optimization_partition_gradients zero_optimization_partition_weights
         zero_overlap_comm""", ("self",)),
     Used(f"{_ENGINE}._get_shared_params", "read", ("self",)),
     Used(f"{_ENGINE}.module_state_dict", "read"),

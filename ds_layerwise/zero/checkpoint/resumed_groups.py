@@ -108,7 +108,7 @@ def resumed(
             if goes_on is False:
                 unused |= {"lr", *OF_SCHEDULERS}
                 if getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
-                    unused.add("betas" if "betas" in group else "momentum")
+                    unused.add(("momentum", "betas")["betas" in group])
             values = {key: saved[key] for key in saved.keys() - stays - unused}
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
