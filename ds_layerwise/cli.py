@@ -312,8 +312,11 @@ def _print_plan(options: argparse.Namespace) -> int:
         table = fit.as_text(found, options.ranks, memory, activations)
         say_last(f"{rendered(plan.assumed)}\n{table}".lstrip())
         return 0
-    known = {"memory_bytes": memory, "activations": activations, "gb_s": options.gb_s}
-    say_last(fit.answer(plan, found, ranks, **known))
+    say_last(
+        fit.answer(
+            plan, found, ranks, memory_bytes=memory, activations=activations, gb_s=options.gb_s
+        )
+    )
     return 0
 
 

@@ -426,7 +426,7 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
     if is_bounded and not (at_stage_2 and overlaps):
         raise ConfigError(
             "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 or 3 with "
-            "overlap_comm; remove it, or set zero_optimization.stage to 2 and overlap_comm to true"
+            "overlap_comm; remove it, or set overlap_comm to true and stage to 2 or 3"
         )
     _refuse_by_stage(ds_config)
     is_local = at(ds_config, "checkpoint.use_node_local_storage")

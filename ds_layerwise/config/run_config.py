@@ -121,8 +121,8 @@ class RunConfig:
     """The limits of what is whole at a time at ZeRO stage 3; None at other stages."""
     host_ratio: float
     clip_grad: float
-    accumulates: bool
-    """True if a step may have several micro-batches, as far as the config alone says."""
+    micro_batches: int | None
+    """The number of micro-batches of a step; None if the config alone does not say."""
     autocast: bool
     """True if ``torch_autocast`` decides in which dtype gradients are sent."""
     without_effect: tuple[str, ...]
@@ -167,10 +167,9 @@ class RunConfig:
             fetching=Fetching.of(zero) if zero["stage"] == 3 else None,
             host_ratio=_host_ratio(zero),
             clip_grad=float(given.get("gradient_clipping", 1.0)),
-            accumulates=given.get(
+            micro_batches=given.get(
                 "gradient_accumulation_steps", None if given.get("train_batch_size") else 1
-            )
-            != 1,
+            ),
             autocast=bool(at(given, "torch_autocast.enabled")),
             without_effect=without_effect(given),
         )

@@ -89,7 +89,7 @@ class Fit:
     left: int
     """The bytes of a device that are left on the rank that needs most."""
     sent: int
-    """The bytes that the busiest rank sends in a step of one micro-batch."""
+    """The bytes that the busiest rank sends in a step."""
 
 
 def find_fits(
@@ -146,26 +146,21 @@ def _tried(
     if there is none, or a run would refuse the config.
     """
     tried = change.applied_to(given)
-    # Batches change no plan, and would have to be others on other numbers of ranks.
-    for key in ("train_batch_size", "gradient_accumulation_steps"):
-        tried.pop(key, None)
+    # It would have to be another one on other numbers of ranks.
+    tried.pop("train_batch_size", None)
     try:
         plan = plan_of(tried, [num_devices])
     except LayerWiseError:
         return None
-    values = dict(change.values)
+    values = {path: value for path, value in change.values.items() if at(given, path) != value}
     costs = plan.forecasts[0]
-    left = memory_bytes - costs.needed
     for bucket_numel in _SMALLER:
-        if left < 0 and bucket_numel < plan.run.bucket_numel:
+        if costs.needed > memory_bytes and bucket_numel < plan.run.bucket_numel:
             values["zero_optimization.reduce_bucket_size"] = bucket_numel
             costs = plan.costs_of(costs.layout.world_size, bucket_numel=bucket_numel)
-            left = memory_bytes - costs.needed
-    if left < 0:
+    if costs.needed > memory_bytes:
         return None
-    for path, value in change.values.items():
-        if at(given, path) == value:
-            del values[path]
+    left = memory_bytes - costs.needed
     return Fit(replace(change, values=values), left, costs.sent_in_step)
 
 
@@ -193,12 +188,9 @@ def as_text(
             part = json.dumps(fits[0].change.applied_to({}))
             line += f"; the first, to merge into the config: {part}"
         below.append(line)
-    beside = "activations, drivers and libraries"
-    if activations:
-        beside = f"drivers and libraries, beside {size_text(activations)} of activations"
     about = (
-        f"change: of the config; left: for {beside}; sent: by the busiest rank in a step of one "
-        "micro-batch; devices: --ranks."
+        f"change: of the config; left: beside {size_text(activations)} of activations (--tokens), "
+        "for drivers and libraries; sent: by the busiest rank in a step; devices: --ranks."
     )
     return rendered([table, about, *prices, *below])
 
@@ -230,8 +222,11 @@ def answer(
             verdict = f"fits, {left} of {size_text(memory_bytes)} left"
         else:
             verdict = f"does not fit, {size_text(needed - memory_bytes)} too much"
-        line = f"{devices[index]} ranks: {verdict} at stage {costs.stage}"
-        line += f", {size_text(costs.sent_in_step)} sent in a step of one micro-batch"
+        line = (
+            f"{devices[index]} ranks: {verdict} at stage {costs.stage}, "
+            f"{size_text(costs.sent_in_step)} sent in a step of {costs.micro_batches} "
+            f"micro-batch{'es' * (costs.micro_batches > 1)}"
+        )
         if gb_s is not None:
             line += f" ({time_text(costs.sent_in_step / gb_s)})"
         if found:

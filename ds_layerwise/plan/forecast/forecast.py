@@ -138,6 +138,8 @@ class Forecast:
 
     layout: Layout
     stage: int
+    micro_batches: int
+    """The number in a step; 1 if the config alone does not say."""
     reduction: Reduction
     stored_as: Mapping[str, str]
     """The dtype in which gradients accumulate."""
@@ -220,6 +222,7 @@ class Forecast:
         return cls(
             layout,
             run.stage,
+            run.micro_batches or 1,
             reduction,
             stored_as,
             wires,
@@ -279,7 +282,10 @@ class Forecast:
     def sent_in_step(self) -> int:
         """The bytes that the busiest rank of each kind sends in a step, over all axes."""
         beside = self.sent_by_axis["tensor"] + self.sent_by_axis["pipeline ties"]
-        return beside + sum(map(sum, self.sent_by_busiest().values()))
+        gradients, parameters = map(sum, zip(*self.sent_by_busiest().values(), strict=True))
+        if self.stage > 1:
+            gradients *= self.micro_batches
+        return beside + gradients + parameters
 
 
 def _waiting(layout: Layout, run: RunConfig) -> int:
@@ -319,7 +325,7 @@ def kept_dtypes(wires: Iterable[str], reduction: Reduction, run: RunConfig) -> t
     Args:
         wires: the dtype in which gradients are sent, by bucket.
     """
-    adds = run.stage == 1 or run.accumulates or run.layerwise.cuda_graph
+    adds = run.stage == 1 or run.micro_batches != 1 or run.layerwise.cuda_graph
     adds |= reduction == "ordered"
     return tuple("float32" if adds or wire != "bfloat16" else wire for wire in wires)
 

@@ -232,14 +232,13 @@ def test_switches_of_numpy_are_switches(yes):
     assert run_config(torch_autocast={"enabled": yes, "dtype": "bfloat16"}).autocast is True
 
 
-@pytest.mark.parametrize("batch, accumulates", [
-    ({}, False), ({"train_micro_batch_size_per_gpu": 4}, False), ({"gradient_accumulation_steps": 1}, False),
-    ({"gradient_accumulation_steps": 1, "train_batch_size": 8}, False), ({"gradient_accumulation_steps": 2}, True),
-    # DeepSpeed or a Trainer may find any number.
-    ({"train_batch_size": 8}, True), ({"gradient_accumulation_steps": None}, True),
-    ({"gradient_accumulation_steps": "auto"}, True)])
-def test_a_step_may_have_several_micro_batches_unless_the_config_says_one(batch, accumulates):
-    assert run_config(**batch).accumulates is accumulates
+@pytest.mark.parametrize("batch, number", [
+    ({}, 1), ({"train_micro_batch_size_per_gpu": 4}, 1), ({"gradient_accumulation_steps": 1}, 1),
+    ({"gradient_accumulation_steps": 1, "train_batch_size": 8}, 1), ({"gradient_accumulation_steps": 2}, 2),
+    # DeepSpeed may find any number.
+    ({"train_batch_size": 8}, None), ({"gradient_accumulation_steps": None}, None)])
+def test_the_micro_batches_of_a_step_are_those_of_the_config(batch, number):
+    assert run_config(**batch).micro_batches == number
 
 
 @pytest.mark.parametrize("ratio, host_ratio", [({}, 1.0), ({"ratio": "auto"}, 1.0), ({"ratio": 0.25}, 0.25)])

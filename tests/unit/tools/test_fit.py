@@ -62,6 +62,25 @@ def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, writ
             assert told["left_bytes"] == fit.left >= 0 and told["sent_by_busiest_bytes"] == fit.sent
 
 
+def test_each_micro_batch_sends_gradients_at_stages_2_and_3(written):
+    model = build_model("llama-3-8b")
+    for stage in (1, 2, 3):
+        one, = DryRun.of(model, config(stage), [8]).forecasts
+        four, = DryRun.of(model, config(stage, gradient_accumulation_steps=4), [8]).forecasts
+        gradients, parameters = map(sum, zip(*one.sent_by_busiest().values(), strict=True))
+        assert four.sent_by_busiest() == one.sent_by_busiest() and one.sent_in_step == gradients + parameters
+        assert four.sent_in_step == (gradients if stage == 1 else 4 * gradients) + parameters
+    # In float32, gradients are twice the bytes: with one micro-batch stage 2 sends least.
+    dtypes = {"data_types": {"grad_accum_dtype": "fp32"}}
+    for passes, first in ((1, 2), (4, 1)):
+        given = config(3, **dtypes, gradient_accumulation_steps=passes, train_batch_size=64 * passes)
+        best = find_fits(model, given, [64], memory_bytes=80 * GIB)[0][0]
+        assert best.change.values["zero_optimization.stage"] == first
+        out = run("plan", "--model", "llama-3-8b", "--config", written(given), "--ranks", "64", "--memory", "80")[1]
+        assert f"sent in a step of {passes} micro-batch{'es' * (passes > 1)}; recommended: stage {first}," in " ".join(
+            out.split())
+
+
 def test_a_bucket_is_the_largest_that_fits(written):
     bounded, whole = find_fits(build_model("llama-3-8b"), config(), [8], memory_bytes=30 * GIB)[0]
     assert bounded.change.values["zero_optimization.reduce_bucket_size"] == 250_000_000 and bounded.left >= 0
