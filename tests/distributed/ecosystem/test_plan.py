@@ -109,7 +109,7 @@ class TestAgainstTheEngine(DistributedTest):
         rows = engine.optimizer.listed()
         numels = {rule: [math.prod(row["shape"]) for row in rows if row["optimizer"] == rule] for rule in (
             "muon", "adamw")}
-        assert line.startswith(f"{sum(map(sum, numels.values())):,} elements on a rank: " + ", ".join(
+        assert line.startswith(f"{sum(map(sum, numels.values())):,} elements in each rank's model: " + ", ".join(
             f"{rule} trains {sum(found):,} in {len(found)} tensors" for rule, found in numels.items()))
         assert line.endswith(" MiB a rank; gradient_clipping: 0.5") and "; 2 ranks, " in line and "\n" not in line
 

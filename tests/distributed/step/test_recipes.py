@@ -98,7 +98,7 @@ class TestOverrides(DistributedTest):
                  r"\(embedding\) and accepts .*betas, eps, weight_decay"),
                 ({"name": "square.weight", "betas": [0.5, 0.5]}, r"sets betas for square.weight, which goes to muon "
                  r"\(matrix\) and accepts .*nesterov.*; narrow the pattern"),
-                ({"name": "square.weight", "scale_mode": "match_rms_adamw"}, "sets scale_mode for square.weight, which "
+                ({"name": "square.weight", "scale_mode": "match_rms_adamw"}, "sets scale_mode for square.weight: muon "
                  "needs a learning rate of another size.* give the entry lr_scale"),
                 ({"name": "head.weight", "optimizer": "lion", "eps": 1e-3},
                  "sets eps for head.weight, which goes to lion"),
