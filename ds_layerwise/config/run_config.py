@@ -155,6 +155,9 @@ class RunConfig:
         size = zero.get("reduce_bucket_size", "auto")
         if size == "auto":
             size = DEFAULT_BUCKET_NUMEL
+        passes = given.get(
+            "gradient_accumulation_steps", None if given.get("train_batch_size") else 1
+        )
         return cls(
             optimizer=optimizer,
             layerwise=layerwise,
@@ -167,9 +170,7 @@ class RunConfig:
             fetching=Fetching.of(zero) if zero["stage"] == 3 else None,
             host_ratio=_host_ratio(zero),
             clip_grad=float(given.get("gradient_clipping", 1.0)),
-            micro_batches=given.get(
-                "gradient_accumulation_steps", None if given.get("train_batch_size") else 1
-            ),
+            micro_batches=None if passes == "auto" else passes,
             autocast=bool(at(given, "torch_autocast.enabled")),
             without_effect=without_effect(given),
         )

@@ -196,7 +196,7 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
         _check_model(engine)
         sequence.check(engine)
         if is_stage:
-            pipeline.check(engine, model, _run(engine))
+            pipeline.check(engine, _run(engine))
     if dist.is_initialized():
         if is_stage:
             pipeline.check_experts(engine.has_moe_layers)

@@ -40,7 +40,7 @@ def is_pipeline(model: nn.Module) -> bool:
     return isinstance(model, PipelineModule)
 
 
-def check(engine: Any, model: nn.Module, run: RunConfig) -> None:
+def check(engine: Any, run: RunConfig) -> None:
     """Refuse settings that are not supported with pipelines.
 
     Raises:
@@ -48,7 +48,7 @@ def check(engine: Any, model: nn.Module, run: RunConfig) -> None:
     """
     if type(engine) is not PipelineEngine:
         raise ConfigError(
-            f"{type(model).__name__} is not supported by this optimizer, which supports "
+            f"{type(engine.module).__name__} is not supported by this optimizer, which supports "
             "only pipelines of DeepSpeed's PipelineModule and PipelineEngine"
         )
     refuse_settings(engine._config._param_dict, run)
@@ -57,7 +57,7 @@ def check(engine: Any, model: nn.Module, run: RunConfig) -> None:
             "checkpoint.use_node_local_storage is not supported with a PipelineModule: a stage "
             "reads tied weights from the files of other stages; remove it"
         )
-    if not any(p.requires_grad and p.numel() for p in model.parameters()):
+    if not any(p.requires_grad and p.numel() for p in engine.module.parameters()):
         raise nothing_to_train(engine.mpu.get_stage_id())
 
 

@@ -146,7 +146,7 @@ def _tried(
     if there is none, or a run would refuse the config.
     """
     tried = change.applied_to(given)
-    # It would have to be another one on other numbers of ranks.
+    # Other numbers of ranks would need another one.
     tried.pop("train_batch_size", None)
     try:
         plan = plan_of(tried, [num_devices])
@@ -160,8 +160,7 @@ def _tried(
             costs = plan.costs_of(costs.layout.world_size, bucket_numel=bucket_numel)
     if costs.needed > memory_bytes:
         return None
-    left = memory_bytes - costs.needed
-    return Fit(replace(change, values=values), left, costs.sent_in_step)
+    return Fit(replace(change, values=values), memory_bytes - costs.needed, costs.sent_in_step)
 
 
 def as_text(

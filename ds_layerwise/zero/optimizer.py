@@ -140,7 +140,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
                 # at the last one.
                 last = getattr(param, "ds_grad_is_ready", True)
                 self._run.grad_sync.accumulate(name, launch=last and self._may_launch())
-                self.progress.gradient_came(name, inside=self._backward_active_depth)
+                self.progress.gradient_came(name, inside=self._backward_active_depth > 0)
             # Autograd reports the end of the pass, so no hooks need to be counted beforehand.
             # Counting costs an operation per parameter.
             self.update_hook_state_and_maybe_run_epilogue(self._hooks_fired_this_backward + 1)
@@ -227,7 +227,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         may make, or the pass of another engine through this model while it is frozen.
         """
         engine = self._engine()
-        if engine and engine._running_engine_backward:
+        if engine is not None and engine._running_engine_backward:
             return False
         return self.only_asked or not any(param.requires_grad for param in self._params.values())
 

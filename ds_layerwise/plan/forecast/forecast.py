@@ -282,7 +282,7 @@ class Forecast:
     def sent_in_step(self) -> int:
         """The bytes that the busiest rank of each kind sends in a step, over all axes."""
         beside = self.sent_by_axis["tensor"] + self.sent_by_axis["pipeline ties"]
-        gradients, parameters = map(sum, zip(*self.sent_by_busiest().values(), strict=True))
+        gradients, parameters = map(sum, zip(*self.sent_by_busiest().values()))
         if self.stage > 1:
             gradients *= self.micro_batches
         return beside + gradients + parameters

@@ -235,8 +235,9 @@ def test_switches_of_numpy_are_switches(yes):
 @pytest.mark.parametrize("batch, number", [
     ({}, 1), ({"train_micro_batch_size_per_gpu": 4}, 1), ({"gradient_accumulation_steps": 1}, 1),
     ({"gradient_accumulation_steps": 1, "train_batch_size": 8}, 1), ({"gradient_accumulation_steps": 2}, 2),
-    # DeepSpeed may find any number.
-    ({"train_batch_size": 8}, None), ({"gradient_accumulation_steps": None}, None)])
+    # DeepSpeed or a Trainer may find any number.
+    ({"train_batch_size": 8}, None), ({"gradient_accumulation_steps": None}, None),
+    ({"gradient_accumulation_steps": "auto"}, None)])
 def test_the_micro_batches_of_a_step_are_those_of_the_config(batch, number):
     assert run_config(**batch).micro_batches == number
 
