@@ -178,9 +178,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Set):
         return {_plain(item, f"an element of {where}") for item in value}
     if isinstance(value, Sequence):
-        items = []
-        for index, item in enumerate(value):
-            items.append(_plain(item, f"{where}[{index}]"))
+        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         if isinstance(value, tuple):
             return tuple(items)
         return items
@@ -256,10 +254,7 @@ def naming(path: Path) -> Iterator[None]:
     except (ConfigError, RoutingError):
         raise
     except _MALFORMED as e:
-        if type(e) is ValueError:
-            what = ""
-        else:
-            what = f"{type(e).__name__}: "
+        what = "" if type(e) is ValueError else f"{type(e).__name__}: "
         raise LayerWiseError(
             f"{path} is damaged: {what}{e}; restore it, or load another checkpoint"
         ) from e
@@ -340,11 +335,10 @@ def _refusing(path: Path) -> Iterator[None]:
     except UNREADABLE as e:
         text = str(e)
         if isinstance(e, UnpicklingError):
-            found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
-            if found:
-                text = f"it asks for {found[1]}, which only code could restore"
-            else:
-                text = "torch.save did not write it"
+            asked = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
+            text = "torch.save did not write it"
+            if asked:
+                text = f"it asks for {asked[1]}, which only code could restore"
         raise LayerWiseError(
             f"{path} cannot be read: {type(e).__name__}: {text.partition(chr(10))[0]}"
         ) from e

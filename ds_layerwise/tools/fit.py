@@ -231,9 +231,7 @@ def answer(
         if found:
             line += f"; {_recommended(found[index], activations)}"
         lines.append(line)
-    for about, change in to_look_at(plan.routes, plan.specs):
-        lines.append(f"look at {about}; to change it, in layerwise.overrides: {change}")
-    lines += plan.assumed
+    lines += [*to_look_at(plan.routes, plan.specs), *plan.assumed]
     if plan.run.without_effect:
         lines.append(f"without effect here: {', '.join(plan.run.without_effect)}")
     counted = "activations are not counted: --tokens N"

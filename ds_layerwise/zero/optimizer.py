@@ -270,6 +270,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
                 clip_grad=self.clip_grad,
                 loss_scale=self.loss_scale,
             )
+        self._engine()._commit_decoupled_checkpoint()
         self.scaling.overflow = decision.skipped
         self._global_grad_norm = None
         if decision.norm is not None:

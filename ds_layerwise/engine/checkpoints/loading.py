@@ -71,8 +71,7 @@ def _load_checked(
             not fit this run.
     """
     # A background save is the newest checkpoint, and may be the one to load.
-    if engine.checkpoint_engine.is_decoupled():
-        engine._commit_decoupled_checkpoint()
+    engine._commit_decoupled_checkpoint()
     tag = _agreed_tag(engine, Path(load_dir), tag)
     if tag is None:
         # The engine would look for the pointer again, and on some rank there may be one by now.

@@ -9,7 +9,8 @@ Note: what is wrapped, and why there
       of one rank. An error in there is raised on all ranks, which would otherwise wait for that
       rank for ever.
     * ``_commit_decoupled_checkpoint`` ends a background save, which has a copy of all that it
-      writes. ``destroy`` or the end of the script ends the last one.
+      writes: within the next step, or when something else needs it. ``destroy`` or the end of the
+      script ends the last one.
     * ``_take_model_step`` marks the time in which nothing may be saved.
 """
 
@@ -44,6 +45,7 @@ from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.sync.step_state import Call
 from ds_layerwise.zero.checkpoint import disks
 from ds_layerwise.zero.checkpoint.disks import Save
 from ds_layerwise.zero.optimizer import uses_us
@@ -139,12 +141,9 @@ def _put_together(original: Method, engine: DeepSpeedEngine) -> Any:
 
 
 def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    # The pipeline engine has not committed the save.
-    commit_decoupled(engine)
-    optimizer = engine.optimizer
-    with optimizer.progress.state.engine_steps():
+    with engine.optimizer.progress.state.engine_steps():
         result = original(*args, **options)
-    optimizer.reports.write()
+    engine.optimizer.reports.write()
     return result
 
 
@@ -381,6 +380,10 @@ def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **op
 
 
 def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
+    if engine._running_engine_step and engine.optimizer.progress.state.call is not Call.RUNS:
+        # The optimizer calls this again when all ranks have agreed on the step. Before that, others
+        # may wait in a reduction for a rank whose backward pass an error has ended.
+        return
     writer: Any = engine.checkpoint_engine
     save = unfinished.pop(engine, None)
     if save is None and writer.get_commit_info() is None:
@@ -407,7 +410,7 @@ def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
 def commit_decoupled(engine: DeepSpeedEngine) -> None:
     """End a pending background save, or one that failed before its writer had all data."""
     # An engine whose construction failed is destroyed without an optimizer.
-    if hasattr(engine, "optimizer") and uses_us(engine) and engine.checkpoint_engine.is_decoupled():
+    if hasattr(engine, "optimizer") and uses_us(engine):
         engine._commit_decoupled_checkpoint()
 
 

@@ -76,8 +76,7 @@ def plan_table(
     parts.append(table)
     parts += _notes(forecasts, memory_bytes)
     parts += filter(None, map(idle_told, forecasts))
-    for about, change in to_look_at(routes, specs):
-        parts.append(f"look at {about}; to change it, in layerwise.overrides: {change}")
+    parts += to_look_at(routes, specs)
     return rendered(parts)
 
 
@@ -93,10 +92,10 @@ def summary(routes: Routes, specs: Sequence[ParamSpec], chosen: OptimizerConfig)
     return f"{count_text(total)} elements in each rank's model: {', '.join(trained)}"
 
 
-def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str, str]]:
-    """Yield what may be wrong, each with the entries of ``layerwise.overrides`` that say otherwise:
-    the parameters that go by their name and shape alone, and the fused projections of unknown
-    parts.
+def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[str]:
+    """Yield lines about what may be wrong, each with the entries of ``layerwise.overrides`` that
+    say otherwise: the parameters that go by their name and shape alone, and the fused projections
+    of unknown parts.
     """
     entries: dict[str, dict[str, Any]] = {}
     for spec in specs:
@@ -120,7 +119,10 @@ def to_look_at(routes: Routes, specs: Iterable[ParamSpec]) -> Iterator[tuple[str
     for about, by_name in entries.items():
         others = f" and {len(by_name) - 1} more" if len(by_name) > 1 else ""
         overrides = ", ".join(map(json.dumps, by_name.values()))
-        yield f"parameters {about} {next(iter(by_name))}{others}", overrides
+        yield (
+            f"look at parameters {about} {next(iter(by_name))}{others}; to change it, in "
+            f"layerwise.overrides: {overrides}"
+        )
 
 
 def idle_told(forecast: Forecast) -> str:

@@ -106,9 +106,7 @@ def resumed(
             check_kind(group, saved, name)
             unused = set(HYPER_KEYS) - built.keys()
             if goes_on is False:
-                unused |= {"lr", *OF_SCHEDULERS}
-                if getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
-                    unused.add(("momentum", "betas")["betas" in group])
+                unused |= {"lr", *OF_SCHEDULERS, _cycled_key(scheduler, saved, group)}
             values = {key: saved[key] for key in saved.keys() - stays - unused}
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
@@ -212,13 +210,21 @@ def _scheduled(
         float(group.get("initial_lr", now)) / was if was and not _is_deepspeeds(scheduler) else 1.0
     )
     values = {"lr": lr * factor}
-    # DeepSpeed's has no key of its own in a group. Its second of betas stays what it is at start.
-    cycles = getattr(scheduler, "cycle_momentum", "max_momentum" in saved)
-    if cycles and "betas" in saved and "betas" in group:
+    key = _cycled_key(scheduler, saved, group)
+    if key in saved:
+        values[key] = saved[key]
+    if "betas" in values:
+        # The second of them stays what it is at start.
         values["betas"] = (saved["betas"][0], *group["betas"][1:])
-    elif cycles and "momentum" in saved and "betas" not in group:
-        values["momentum"] = saved["momentum"]
     return values, factor
+
+
+def _cycled_key(scheduler: Any, saved: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """Return the key of ``group`` whose momentum ``scheduler`` sets; empty if it sets none."""
+    # A cyclic schedule of DeepSpeed's has no key of its own in the ``saved`` group.
+    if not getattr(scheduler, "cycle_momentum", "max_momentum" in saved):
+        return ""
+    return "betas" if "betas" in group else "momentum"
 
 
 def _is_deepspeeds(scheduler: Any) -> bool:
@@ -236,11 +242,11 @@ def _parts(scheduler: Any) -> Iterator[Any]:
 
 def _changes(before: Mapping[str, object], built: Mapping[str, object]) -> str:
     """Return what differs between the values that the saved run and this one were given."""
-    text = ""
-    for key, new in built.items():
-        if before.get(key, new) != new:
-            text += f"{key} was {before[key]} and is {new}; "
-    return text
+    return "".join(
+        f"{key} was {before[key]} and is {new}; "
+        for key, new in built.items()
+        if before.get(key, new) != new
+    )
 
 
 def take_over(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -623,6 +624,31 @@ class TestDeepSpeedsWriters(DistributedTest):
                 engine.step()
             engine.step()
         assert not (tmp_path / "latest").exists()
+        engine.destroy()
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_pass_that_an_exception_ended_on_one_rank_leaves_the_last_save_whole(self, stage, tmp_path):
+        """The other ranks are in the reduction of their pass when that rank comes to its step."""
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        engine = train_engine(start(Net(), ds_config(stage=stage, checkpoint={"writer": WRITER})), 1)
+        engine.save_checkpoint(tmp_path)
+        saved = states(engine)
+        with ExitStack() as failing:
+            if dist.get_rank() == 0:
+                failing.enter_context(pytest.raises(KeyboardInterrupt))
+                failing.callback(engine.module.tall.weight.register_hook(interrupt).remove)
+            engine.backward(engine((1, 0, dist.get_rank())))
+        with pytest.raises(LayerWiseError, match="an exception has ended a backward pass of this step"):
+            engine.step()
+        engine.zero_grad()
+        assert not (tmp_path / "latest").exists()
+        train_engine(engine, 1, first=1)
+        other = loaded(start(Net(), ds_config(stage=stage)), tmp_path)
+        assert_equal_states(states(other), saved)
+        train_engine(other, 1, first=1)
+        assert_equal_states(states(engine), states(other))
         engine.destroy()
 
     def test_an_engine_that_another_has_succeeded_ends_its_save(self, tmp_path):

@@ -67,7 +67,8 @@ def test_both_rates_and_what_is_decayed():
 
 def told(routes, specs):
     """The things to look at, each with its override as a value."""
-    return {about: json.loads(f"[{change}]") for about, change in to_look_at(routes, specs)}
+    lines = (line.split("; to change it, in layerwise.overrides: ") for line in to_look_at(routes, specs))
+    return {about.removeprefix("look at "): json.loads(f"[{change}]") for about, change in lines}
 
 
 def test_bare_parameters_have_rows_of_their_own_and_an_override():
