@@ -231,7 +231,8 @@ def answer(
         if found:
             line += f"; {_recommended(found[index], activations)}"
         lines.append(line)
-    lines += [*to_look_at(plan.routes, plan.specs), *plan.assumed]
+    lines += to_look_at(plan.routes, plan.specs)
+    lines += plan.assumed
     if plan.run.without_effect:
         lines.append(f"without effect here: {', '.join(plan.run.without_effect)}")
     counted = "activations are not counted: --tokens N"

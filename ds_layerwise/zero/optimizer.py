@@ -519,4 +519,5 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
 
 def uses_us(engine: Any) -> bool:
     """Tell whether ``engine`` trains with this optimizer."""
-    return isinstance(engine.optimizer, LayerWiseZeroOptimizer)
+    # An engine whose construction failed is destroyed without an optimizer.
+    return isinstance(getattr(engine, "optimizer", None), LayerWiseZeroOptimizer)

@@ -39,6 +39,7 @@ from ds_layerwise.checkpoint.new_names import bare, check_names, new_names
 from ds_layerwise.checkpoint.plain_values import check_kind, load_safely, naming
 from ds_layerwise.checkpoint.record import fits
 from ds_layerwise.checkpoint.regular import mp_size, parts_in
+from ds_layerwise.engine.checkpoints.saving import commit_decoupled
 from ds_layerwise.engine.checkpoints.stage3_files import as_at_stage_2, is_cut, load_cuts
 from ds_layerwise.engine.contract.patches import Method, only_ours
 from ds_layerwise.errors import LayerWiseError
@@ -71,7 +72,7 @@ def _load_checked(
             not fit this run.
     """
     # A background save is the newest checkpoint, and may be the one to load.
-    engine._commit_decoupled_checkpoint()
+    commit_decoupled(engine)
     tag = _agreed_tag(engine, Path(load_dir), tag)
     if tag is None:
         # The engine would look for the pointer again, and on some rank there may be one by now.

@@ -380,9 +380,15 @@ def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **op
 
 
 def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
-    if engine._running_engine_step and engine.optimizer.progress.state.call is not Call.RUNS:
-        # The optimizer calls this again when all ranks have agreed on the step. Before that, others
-        # may wait in a reduction for a rank whose backward pass an error has ended.
+    # The engine calls this at the start of a step, and the optimizer when all ranks have agreed on
+    # it. Before that, others may wait in a reduction for a rank whose backward pass an error ended.
+    if engine.optimizer.progress.state.call is Call.RUNS:
+        commit_decoupled(engine)
+
+
+def commit_decoupled(engine: DeepSpeedEngine) -> None:
+    """End a pending background save, or one that failed before its writer had all data."""
+    if not uses_us(engine):
         return
     writer: Any = engine.checkpoint_engine
     save = unfinished.pop(engine, None)
@@ -405,13 +411,6 @@ def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
         if save is not None:
             _commit(engine, save)
         undo.pop_all()
-
-
-def commit_decoupled(engine: DeepSpeedEngine) -> None:
-    """End a pending background save, or one that failed before its writer had all data."""
-    # An engine whose construction failed is destroyed without an optimizer.
-    if hasattr(engine, "optimizer") and uses_us(engine):
-        engine._commit_decoupled_checkpoint()
 
 
 def _destroy(original: Method, engine: DeepSpeedEngine) -> Any:
