@@ -1,10 +1,12 @@
-"""Hooks of mkdocs: links out of docs/ become names of files; pages for maintainers rank last."""
+"""Hooks of mkdocs: links out of docs/ become names of files; pages for maintainers rank last; options keep together."""
 
 import re
 from typing import Any
 
 #: The section of mkdocs.yml whose pages stand last among what a search finds.
 LAST = "For maintainers"
+_CODE = re.compile(r"<pre>.*?</pre>|<code>[^<]*</code>", re.DOTALL)
+_OPTION = re.compile(r"(?<![^\s>])--?\w[\w-]*")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
 
 
@@ -20,3 +22,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"`{path}`" if text == path else f"{text} (`{path}`)"
 
     return _OUTSIDE.sub(named, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the options in code that stands in text, where a browser would break lines after their hyphens."""
+
+    def marked(match: re.Match[str]) -> str:
+        if match[0].startswith("<pre>"):
+            return match[0]
+        return _OPTION.sub(r'<span class="option">\g<0></span>', match[0])
+
+    return _CODE.sub(marked, html)
