@@ -1,4 +1,6 @@
-"""Hooks of mkdocs: links out of docs/ become names of files; pages for maintainers rank last; options keep together."""
+"""Hooks of mkdocs: links out of docs/ become names of files; pages for maintainers rank last;
+options and names with hyphens stay in one piece.
+"""
 
 import re
 from typing import Any
@@ -6,7 +8,8 @@ from typing import Any
 #: The section of mkdocs.yml whose pages stand last among what a search finds.
 LAST = "For maintainers"
 _CODE = re.compile(r"<pre>.*?</pre>|<code>[^<]*</code>", re.DOTALL)
-_OPTION = re.compile(r"(?<![^\s>])--?\w[\w-]*")
+#: Longer ones would not fit a phone's line.
+_HYPHENED = re.compile(r"(?<![^\s>])(?=[^\s<]*-)[^\s<]{2,24}(?![^\s<])")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
 
 
@@ -25,11 +28,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark the options in code that stands in text, where a browser would break lines after their hyphens."""
+    """Mark words of code in text where a browser would break the line after a hyphen."""
 
     def marked(match: re.Match[str]) -> str:
         if match[0].startswith("<pre>"):
             return match[0]
-        return _OPTION.sub(r'<span class="option">\g<0></span>', match[0])
+        return _HYPHENED.sub(r'<span class="hyphened">\g<0></span>', match[0])
 
     return _CODE.sub(marked, html)
